@@ -1,0 +1,195 @@
+// The AMX-BF16 microkernel: blocks of 2 x 2 tiles, and strips of six for outputs one tile wide or high.
+//
+//     pattern    accumulators   A       B       loads per product
+//     2 x 2      tmm0-3         tmm4-5  tmm6-7  1
+//     6 x 1      tmm0-5         tmm6    tmm7    7/6    B stays, A passes by
+//     1 x 6      tmm0-5         tmm6    tmm7    7/6    A stays, B passes by
+//
+// Accumulators are loaded never and stored once. A tile configuration depends on a block's shape only and is
+// loaded when it differs from the thread's last one; plan() orders blocks by shape, so that is once per shape.
+#pragma once
+
+#include <array>
+#include <cstring>
+#include <utility>
+
+#include "amx_sft_moe/arch/amx/tile.hpp"
+#include "amx_sft_moe/arch/operands.hpp"
+
+AMX_SFT_MOE_NAMESPACE_BEGIN
+namespace arch {
+
+struct AmxMicrokernel {
+  using Element = bf16;
+  static constexpr index_t kKUnit = 32;
+  static constexpr int kStrip = 6;
+  static constexpr index_t kMaxRows = kStrip * amx::kTileRows;
+  static constexpr index_t kMaxCols = kStrip * kPanelCols;
+
+  enum Pattern : int { kSquare, kColumn, kRow };
+
+  // The configuration that this thread has loaded; gives the tiles back at the end of a region.
+  class Session {
+   public:
+    Session() = default;
+    Session(const Session&) = delete;
+    Session& operator=(const Session&) = delete;
+    ~Session() {
+      if (active_) amx::release();
+    }
+    void use(const amx::TileConfig& config) {
+      if (active_ && std::memcmp(&config, &loaded_, sizeof(config)) == 0) return;
+      amx::load_config(config);
+      loaded_ = config;
+      active_ = true;
+    }
+
+   private:
+    amx::TileConfig loaded_;
+    bool active_ = false;
+  };
+
+  // Whole pairs of tiles, then what is left of columns, of rows, of both. A remainder of up to 16 is one tile
+  // wide and gets strips; a larger one is a pair with a shorter second tile.
+  static constexpr BlockPlan plan(index_t rows, index_t cols) {
+    constexpr index_t kPair = 2 * kPanelCols;
+    const index_t even_rows = rows / kPair * kPair;
+    const index_t even_cols = cols / kPair * kPair;
+    const bool row_strip = rows - even_rows <= kPanelCols;
+    const bool col_strip = cols - even_cols <= kPanelCols;
+    BlockPlan plan;
+    plan.add({0, even_rows, kPair, 0, even_cols, kPair, kSquare});
+    plan.add(
+        {0, even_rows, col_strip ? kMaxRows : kPair, even_cols, cols, kPair, col_strip ? kColumn : kSquare});
+    plan.add({even_rows, rows, kPair, 0, even_cols, row_strip ? kMaxCols : kPair, row_strip ? kRow : kSquare});
+    plan.add({even_rows, rows, kPair, even_cols, cols, kPair, kSquare});
+    return plan;
+  }
+
+  // gemm_tn contracts over tokens, often fewer than a tile's 32: equal steps of an even length instead of
+  // padding.
+  static constexpr index_t fitted_k_tile(index_t k) { return round_up(ceil_div(k, ceil_div(k, kKUnit)), 2); }
+
+  // See PortableMicrokernel::block.
+  static void block(Session& session, int pattern, const Segments<bf16>& segments, index_t rows, index_t cols,
+                    float* c, index_t c_stride) {
+    session.use(config_for(pattern, rows, cols, segments.k_tile));
+    constexpr index_t kTile = amx::kTileRows;
+    if (pattern == kSquare) {
+      kSquares[rows > kTile ? 1 : 0][cols > kTile ? 1 : 0](segments, c, c_stride);
+    } else if (pattern == kColumn) {
+      kColumns[static_cast<std::size_t>(ceil_div(rows, kTile) - 1)](segments, c, c_stride);
+    } else {
+      kRowStrips[static_cast<std::size_t>(ceil_div(cols, kTile) - 1)](segments, c, c_stride);
+    }
+  }
+
+ private:
+  static amx::TileConfig config_for(int pattern, index_t rows, index_t cols, index_t k_tile) {
+    amx::TileConfig config;
+    auto shape = [&config](int tile, index_t tile_rows, index_t tile_elements, index_t element_bytes) {
+      if (tile_rows <= 0 || tile_elements <= 0) return;  // an unused tile: its rows and bytes are zero
+      config.rows[tile] = static_cast<std::uint8_t>(tile_rows);
+      config.row_bytes[tile] = static_cast<std::uint16_t>(tile_elements * element_bytes);
+    };
+    auto part = [](index_t n, index_t i) {
+      const index_t left = n - i * amx::kTileRows;
+      return left < amx::kTileRows ? left : static_cast<index_t>(amx::kTileRows);
+    };
+    if (pattern == kSquare) {
+      for (int i = 0; i < 2; ++i) {
+        for (int j = 0; j < 2; ++j) {
+          if (part(rows, i) > 0) shape(2 * i + j, part(rows, i), part(cols, j), 4);
+        }
+        shape(4 + i, part(rows, i), k_tile, 2);
+        if (part(cols, i) > 0) shape(6 + i, k_tile / 2, part(cols, i), 4);
+      }
+      return config;
+    }
+    for (int i = 0; i < kStrip; ++i) shape(i, part(rows, 0), part(cols, 0), 4);
+    shape(6, part(rows, 0), k_tile, 2);
+    shape(7, k_tile / 2, part(cols, 0), 4);
+    return config;
+  }
+
+  // Calls f(a, b) for each step along K of each segment: a the first row of A there, b the first line of panel
+  // 0.
+  template <class F>
+  AMX_SFT_MOE_INLINE static void for_each_step(const Segments<bf16>& segments, F f) {
+    for (int s = 0; s < segments.count; ++s) {
+      const Segment<bf16>& segment = segments.at[s];
+      for (index_t k = 0; k < segment.k; k += segments.k_tile) {
+        f(segment, segment.a + k, segment.b + k * kPanelCols);
+      }
+    }
+  }
+
+  static constexpr index_t kLine = 64;  // bytes between a panel's steps
+
+  template <int RowTiles, int ColTiles>
+  static void square(const Segments<bf16>& segments, float* c, index_t c_stride) {
+    auto each = []<int... I>(std::integer_sequence<int, I...>, auto f) {
+      (f(std::integral_constant<int, I>{}), ...);
+    };
+    constexpr auto kRowIds = std::make_integer_sequence<int, RowTiles>{};
+    constexpr auto kColIds = std::make_integer_sequence<int, ColTiles>{};
+    each(kRowIds, [&](auto i) { each(kColIds, [&](auto j) { amx::zero<2 * i() + j()>(); }); });
+    for_each_step(segments, [&](const Segment<bf16>& segment, const bf16* a, const bf16* b) {
+      each(kColIds, [&](auto j) { amx::load<6 + j()>(b + j() * segment.panel_stride, kLine); });
+      each(kRowIds, [&](auto i) {
+        amx::load<4 + i()>(a + i() * amx::kTileRows * segment.a_stride, segment.a_stride * 2);
+        each(kColIds, [&](auto j) { amx::dpbf16<2 * i() + j(), 4 + i(), 6 + j()>(); });
+      });
+    });
+    each(kRowIds, [&](auto i) {
+      each(kColIds, [&](auto j) {
+        amx::store<2 * i() + j()>(c + i() * amx::kTileRows * c_stride + j() * kPanelCols, c_stride * 4);
+      });
+    });
+  }
+
+  template <int RowTiles>
+  static void column(const Segments<bf16>& segments, float* c, index_t c_stride) {
+    auto each = []<int... I>(std::integer_sequence<int, I...>, auto f) {
+      (f(std::integral_constant<int, I>{}), ...);
+    };
+    constexpr auto kIds = std::make_integer_sequence<int, RowTiles>{};
+    each(kIds, [](auto i) { amx::zero<i()>(); });
+    for_each_step(segments, [&](const Segment<bf16>& segment, const bf16* a, const bf16* b) {
+      amx::load<7>(b, kLine);
+      each(kIds, [&](auto i) {
+        amx::load<6>(a + i() * amx::kTileRows * segment.a_stride, segment.a_stride * 2);
+        amx::dpbf16<i(), 6, 7>();
+      });
+    });
+    each(kIds, [&](auto i) { amx::store<i()>(c + i() * amx::kTileRows * c_stride, c_stride * 4); });
+  }
+
+  template <int ColTiles>
+  static void row_strip(const Segments<bf16>& segments, float* c, index_t c_stride) {
+    auto each = []<int... I>(std::integer_sequence<int, I...>, auto f) {
+      (f(std::integral_constant<int, I>{}), ...);
+    };
+    constexpr auto kIds = std::make_integer_sequence<int, ColTiles>{};
+    each(kIds, [](auto j) { amx::zero<j()>(); });
+    for_each_step(segments, [&](const Segment<bf16>& segment, const bf16* a, const bf16* b) {
+      amx::load<6>(a, segment.a_stride * 2);
+      each(kIds, [&](auto j) {
+        amx::load<7>(b + j() * segment.panel_stride, kLine);
+        amx::dpbf16<j(), 6, 7>();
+      });
+    });
+    each(kIds, [&](auto j) { amx::store<j()>(c + j() * kPanelCols, c_stride * 4); });
+  }
+
+  using Tiles = void (*)(const Segments<bf16>&, float*, index_t);
+  static constexpr std::array<std::array<Tiles, 2>, 2> kSquares{
+      {{square<1, 1>, square<1, 2>}, {square<2, 1>, square<2, 2>}}};
+  static constexpr std::array<Tiles, kStrip> kColumns{column<1>, column<2>, column<3>,
+                                                      column<4>, column<5>, column<6>};
+  static constexpr std::array<Tiles, kStrip> kRowStrips{row_strip<1>, row_strip<2>, row_strip<3>,
+                                                        row_strip<4>, row_strip<5>, row_strip<6>};
+};
+
+}  // namespace arch
+AMX_SFT_MOE_NAMESPACE_END

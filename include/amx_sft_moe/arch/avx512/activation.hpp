@@ -1,0 +1,111 @@
+// Activations with AVX512: the formulas of arch/portable/activation.hpp on 16 lanes.
+#pragma once
+
+#include "amx_sft_moe/arch/avx512/vector.hpp"
+#include "amx_sft_moe/core/activation.hpp"
+
+AMX_SFT_MOE_NAMESPACE_BEGIN
+namespace arch {
+namespace avx512 {
+
+// exp(x) to about 1 ulp: x = n ln 2 + f with |f| <= ln 2 / 2, the Taylor series to f^7 (error below 6e-9),
+// times 2^n. Out of range gives 0 or infinity; NaN stays NaN (min and max return their second operand then).
+AMX_SFT_MOE_INLINE AMX_SFT_MOE_TARGET_AVX512 __m512 exp16(__m512 x) {
+  x = _mm512_max_ps(_mm512_set1_ps(-104.0F), _mm512_min_ps(_mm512_set1_ps(89.0F), x));
+  const __m512 n = _mm512_roundscale_ps(_mm512_mul_ps(x, _mm512_set1_ps(1.44269504F)),
+                                        _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
+  __m512 f = _mm512_fnmadd_ps(n, _mm512_set1_ps(0.693359375F), x);  // ln 2 in two parts, the first exact
+  f = _mm512_fnmadd_ps(n, _mm512_set1_ps(-2.12194440e-4F), f);      // in few bits (Cody and Waite)
+  __m512 p = _mm512_set1_ps(1.0F / 5040.0F);
+  p = _mm512_fmadd_ps(p, f, _mm512_set1_ps(1.0F / 720.0F));
+  p = _mm512_fmadd_ps(p, f, _mm512_set1_ps(1.0F / 120.0F));
+  p = _mm512_fmadd_ps(p, f, _mm512_set1_ps(1.0F / 24.0F));
+  p = _mm512_fmadd_ps(p, f, _mm512_set1_ps(1.0F / 6.0F));
+  p = _mm512_fmadd_ps(p, f, _mm512_set1_ps(0.5F));
+  p = _mm512_fmadd_ps(p, f, _mm512_set1_ps(1.0F));
+  p = _mm512_fmadd_ps(p, f, _mm512_set1_ps(1.0F));
+  return _mm512_scalef_ps(p, n);
+}
+
+AMX_SFT_MOE_INLINE AMX_SFT_MOE_TARGET_AVX512 __m512 sigmoid16(__m512 x) {
+  const __m512 one = _mm512_set1_ps(1.0F);
+  return _mm512_div_ps(one, _mm512_add_ps(one, exp16(_mm512_sub_ps(_mm512_setzero_ps(), x))));
+}
+
+struct GluGradient16 {
+  __m512 h, dh_dgate, dh_dup;
+};
+
+// s + x s (1 - s), the derivative of x sigmoid(x) with s = sigmoid(x) and swish = x s.
+AMX_SFT_MOE_INLINE AMX_SFT_MOE_TARGET_AVX512 __m512 swish_slope(__m512 s, __m512 swish) {
+  return _mm512_fmadd_ps(swish, _mm512_sub_ps(_mm512_set1_ps(1.0F), s), s);
+}
+
+AMX_SFT_MOE_INLINE AMX_SFT_MOE_TARGET_AVX512 __m512 glu16(const SiluGlu&, __m512 gate, __m512 up) {
+  return _mm512_mul_ps(_mm512_mul_ps(gate, sigmoid16(gate)), up);
+}
+AMX_SFT_MOE_INLINE AMX_SFT_MOE_TARGET_AVX512 GluGradient16 glu_gradient16(const SiluGlu&, __m512 gate,
+                                                                          __m512 up) {
+  const __m512 s = sigmoid16(gate);
+  const __m512 silu = _mm512_mul_ps(gate, s);
+  return {_mm512_mul_ps(silu, up), _mm512_mul_ps(up, swish_slope(s, silu)), silu};
+}
+
+AMX_SFT_MOE_INLINE AMX_SFT_MOE_TARGET_AVX512 __m512 glu16(const ClampedGlu& act, __m512 gate, __m512 up) {
+  const __m512 limit = _mm512_set1_ps(act.limit);
+  const __m512 g = _mm512_min_ps(limit, gate);
+  const __m512 u = _mm512_max_ps(_mm512_set1_ps(-act.limit), _mm512_min_ps(limit, up));
+  const __m512 swish = _mm512_mul_ps(g, sigmoid16(_mm512_mul_ps(_mm512_set1_ps(act.alpha), g)));
+  return _mm512_mul_ps(_mm512_add_ps(u, _mm512_set1_ps(1.0F)), swish);
+}
+AMX_SFT_MOE_INLINE AMX_SFT_MOE_TARGET_AVX512 GluGradient16 glu_gradient16(const ClampedGlu& act, __m512 gate,
+                                                                          __m512 up) {
+  const __m512 limit = _mm512_set1_ps(act.limit);
+  const __m512 lower = _mm512_set1_ps(-act.limit);
+  const __m512 g = _mm512_min_ps(limit, gate);
+  const __m512 u = _mm512_max_ps(lower, _mm512_min_ps(limit, up));
+  const __mmask16 gate_passes = _mm512_cmp_ps_mask(gate, limit, _CMP_LE_OQ);
+  const __mmask16 up_passes =
+      _mm512_cmp_ps_mask(up, limit, _CMP_LE_OQ) & _mm512_cmp_ps_mask(up, lower, _CMP_GE_OQ);
+  const __m512 s = sigmoid16(_mm512_mul_ps(_mm512_set1_ps(act.alpha), g));
+  const __m512 swish = _mm512_mul_ps(g, s);
+  const __m512 up_plus_one = _mm512_add_ps(u, _mm512_set1_ps(1.0F));
+  const __m512 slope = swish_slope(s, _mm512_mul_ps(_mm512_set1_ps(act.alpha), swish));
+  return {_mm512_mul_ps(up_plus_one, swish), _mm512_maskz_mul_ps(gate_passes, up_plus_one, slope),
+          _mm512_maskz_mov_ps(up_passes, swish)};
+}
+
+}  // namespace avx512
+
+struct Avx512Activation {
+  template <class Act, class In, class Out>
+  AMX_SFT_MOE_TARGET_AVX512 static void forward(const Act& act, const In* gate, const In* up, index_t n,
+                                                Out* h) {
+    for (index_t i = 0; i < n; i += 16) {
+      const __mmask16 lanes = avx512::mask16(n - i);
+      const __m512 g = avx512::load16(gate + i, lanes);
+      avx512::store16(h + i, lanes, avx512::glu16(act, g, avx512::load16(up + i, lanes)));
+    }
+  }
+
+  template <class Act, class T>
+  AMX_SFT_MOE_TARGET_AVX512 static float backward(const Act& act, const float* grad_h, const T* gate,
+                                                  const T* up, float weight, index_t n, T* grad_gate,
+                                                  T* grad_up) {
+    __m512 dot = _mm512_setzero_ps();
+    for (index_t i = 0; i < n; i += 16) {
+      const __mmask16 lanes = avx512::mask16(n - i);
+      const __m512 g = avx512::load16(gate + i, lanes);
+      const auto d = avx512::glu_gradient16(act, g, avx512::load16(up + i, lanes));
+      const __m512 grad = avx512::load16(grad_h + i, lanes);
+      dot = _mm512_fmadd_ps(grad, d.h, dot);
+      const __m512 weighted = _mm512_mul_ps(grad, _mm512_set1_ps(weight));
+      avx512::store16(grad_gate + i, lanes, _mm512_mul_ps(weighted, d.dh_dgate));
+      avx512::store16(grad_up + i, lanes, _mm512_mul_ps(weighted, d.dh_dup));
+    }
+    return _mm512_reduce_add_ps(dot);
+  }
+};
+
+}  // namespace arch
+AMX_SFT_MOE_NAMESPACE_END

@@ -1,0 +1,143 @@
+// Row operations with AVX512 (F, BW, DQ, VL): the same interface and the same meaning as PortableRows, whose
+// functions serve whatever has no adjacent columns.
+#pragma once
+
+#include "amx_sft_moe/arch/avx512/pack.hpp"
+
+AMX_SFT_MOE_NAMESPACE_BEGIN
+namespace arch {
+
+struct Avx512Rows {
+  template <class E, class S>
+  static void pack_rows(const RowSource<S>& src, index_t k, index_t k_padded, index_t cols, float scale,
+                        E* panels, index_t panel_stride) {
+    avx512::pack_rows(src, k, k_padded, cols, scale, panels, panel_stride);
+  }
+  template <class E, class S>
+  static void pack_columns(const RowSource<S>& src, index_t cols, index_t k, index_t k_padded, E* panels,
+                           index_t panel_stride) {
+    avx512::pack_columns(src, cols, k, k_padded, panels, panel_stride);
+  }
+
+  template <class E, class S>
+  AMX_SFT_MOE_TARGET_AVX512 static void stage(const RowSource<S>& src, index_t rows, index_t k,
+                                              index_t k_padded, E* dst, index_t dst_stride) {
+    if (src.col_stride != 1) return PortableRows::stage(src, rows, k, k_padded, dst, dst_stride);
+    for (index_t i = 0; i < rows; ++i) {
+      const S* row = src.row(i);
+      E* out = dst + i * dst_stride;
+      for (index_t kk = 0; kk < k_padded; kk += 16) {
+        const __m512 value = kk < k ? avx512::load16(row + kk, avx512::mask16(k - kk)) : _mm512_setzero_ps();
+        avx512::store16(out + kk, avx512::mask16(k_padded - kk), value);
+      }
+    }
+  }
+
+  template <class E, class S>
+  AMX_SFT_MOE_TARGET_AVX512 static void stage_transposed(const RowSource<S>& src, index_t rows, index_t k,
+                                                         index_t k_padded, const float* weights, E* dst,
+                                                         index_t dst_stride) {
+    if (src.col_stride != 1) {
+      return PortableRows::stage_transposed(src, rows, k, k_padded, weights, dst, dst_stride);
+    }
+    for (index_t kk = 0; kk < k_padded; kk += 16) {
+      for (index_t i = 0; i < rows; i += 16) {
+        __m512i r[16];
+        AMX_SFT_MOE_UNROLL
+        for (int t = 0; t < 16; ++t) {
+          if (kk + t < k) {
+            const __m512 value = avx512::load16(src.row(kk + t) + i, avx512::mask16(rows - i));
+            const __m512 weight = _mm512_set1_ps(weights == nullptr ? 1.0F : weights[kk + t]);
+            r[t] = _mm512_castps_si512(_mm512_mul_ps(value, weight));
+          } else {
+            r[t] = _mm512_setzero_si512();
+          }
+        }
+        avx512::transpose_16x16(r);
+        const __mmask16 lanes = avx512::mask16(k_padded - kk);
+        AMX_SFT_MOE_UNROLL
+        for (int t = 0; t < 16; ++t) {
+          if (i + t < rows) avx512::store16(dst + (i + t) * dst_stride + kk, lanes, _mm512_castsi512_ps(r[t]));
+        }
+      }
+    }
+  }
+
+  template <class T>
+  static void store(const float* c, index_t c_stride, index_t rows, index_t cols, const BlockTarget<T>& to) {
+    if (to.col_stride == 1) return store_rows(c, c_stride, rows, cols, to);
+    if (to.row_stride == 1) return store_columns(c, c_stride, rows, cols, to);
+    PortableRows::store(c, c_stride, rows, cols, to);
+  }
+
+  template <class T>
+  AMX_SFT_MOE_TARGET_AVX512 static void sum_rows(const float* rows, index_t row_stride,
+                                                 const std::int32_t* index, index_t slots, index_t cols,
+                                                 T* out) {
+    for (index_t c = 0; c < cols; c += 64) {  // a row's four cache lines at a time
+      __m512 sum[4] = {_mm512_setzero_ps(), _mm512_setzero_ps(), _mm512_setzero_ps(), _mm512_setzero_ps()};
+      const index_t left = cols - c;
+      const __mmask16 lanes[4] = {avx512::mask16(left), left > 16 ? avx512::mask16(left - 16) : __mmask16{0},
+                                  left > 32 ? avx512::mask16(left - 32) : __mmask16{0},
+                                  left > 48 ? avx512::mask16(left - 48) : __mmask16{0}};
+      for (index_t slot = 0; slot < slots; ++slot) {
+        if (index[slot] < 0) continue;
+        const float* row = rows + index[slot] * row_stride + c;
+        AMX_SFT_MOE_UNROLL
+        for (int i = 0; i < 4; ++i) sum[i] = _mm512_add_ps(sum[i], avx512::load16(row + 16 * i, lanes[i]));
+      }
+      AMX_SFT_MOE_UNROLL
+      for (int i = 0; i < 4; ++i) avx512::store16(out + c + 16 * i, lanes[i], sum[i]);
+    }
+  }
+
+ private:
+  // Columns adjacent in the target.
+  template <class T>
+  AMX_SFT_MOE_TARGET_AVX512 static void store_rows(const float* c, index_t c_stride, index_t rows, index_t cols,
+                                                   const BlockTarget<T>& to) {
+    const __m512 scale = _mm512_set1_ps(to.scale);
+    for (index_t j = 0; j < cols; j += 16) {
+      const __mmask16 lanes = avx512::mask16(cols - j);
+      const __m512 factor =
+          to.col_scale == nullptr ? scale : _mm512_mul_ps(scale, avx512::load16(to.col_scale + j, lanes));
+      for (index_t i = 0; i < rows; ++i) {
+        T* out = to.data + i * to.row_stride + j;
+        __m512 value = _mm512_mul_ps(_mm512_maskz_loadu_ps(lanes, c + i * c_stride + j), factor);
+        if (to.accumulate) value = _mm512_add_ps(value, avx512::load16(out, lanes));
+        avx512::store16(out, lanes, value);
+      }
+    }
+  }
+
+  // Rows adjacent in the target: 16 x 16 at a time through registers.
+  template <class T>
+  AMX_SFT_MOE_TARGET_AVX512 static void store_columns(const float* c, index_t c_stride, index_t rows,
+                                                      index_t cols, const BlockTarget<T>& to) {
+    for (index_t i = 0; i < rows; i += 16) {
+      const __mmask16 lanes = avx512::mask16(rows - i);
+      for (index_t j = 0; j < cols; j += 16) {
+        const __mmask16 col_lanes = avx512::mask16(cols - j);
+        __m512i r[16];
+        AMX_SFT_MOE_UNROLL
+        for (int t = 0; t < 16; ++t) {
+          r[t] = i + t < rows ? _mm512_maskz_loadu_epi32(col_lanes, c + (i + t) * c_stride + j)
+                              : _mm512_setzero_si512();
+        }
+        avx512::transpose_16x16(r);
+        AMX_SFT_MOE_UNROLL
+        for (int t = 0; t < 16; ++t) {
+          if (j + t >= cols) break;
+          T* out = to.data + (j + t) * to.col_stride + i;
+          const float factor = to.col_scale == nullptr ? to.scale : to.scale * to.col_scale[j + t];
+          __m512 value = _mm512_mul_ps(_mm512_castsi512_ps(r[t]), _mm512_set1_ps(factor));
+          if (to.accumulate) value = _mm512_add_ps(value, avx512::load16(out, lanes));
+          avx512::store16(out, lanes, value);
+        }
+      }
+    }
+  }
+};
+
+}  // namespace arch
+AMX_SFT_MOE_NAMESPACE_END

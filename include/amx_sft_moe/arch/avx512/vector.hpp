@@ -1,0 +1,93 @@
+// Building blocks of the AVX512 row operations: typed loads and stores, bf16 rounding, 16 x 16 transposition.
+// Always inlined into leaf functions that carry the same target attribute.
+#pragma once
+
+#include "amx_sft_moe/arch/intrinsics.hpp"
+#include "amx_sft_moe/core/element.hpp"
+
+AMX_SFT_MOE_NAMESPACE_BEGIN
+namespace arch::avx512 {
+
+// The first min(n, 16) or min(n, 32) lanes.
+AMX_SFT_MOE_INLINE AMX_SFT_MOE_TARGET_AVX512 __mmask16 mask16(index_t n) {
+  return n >= 16 ? static_cast<__mmask16>(0xffffU) : static_cast<__mmask16>((1U << n) - 1U);
+}
+AMX_SFT_MOE_INLINE AMX_SFT_MOE_TARGET_AVX512 __mmask32 mask32(index_t n) {
+  return n >= 32 ? 0xffffffffU : static_cast<__mmask32>((std::uint64_t{1} << n) - 1U);
+}
+
+AMX_SFT_MOE_INLINE AMX_SFT_MOE_TARGET_AVX512 __m512 load16(const bf16* p, __mmask16 lanes) {
+  return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_maskz_loadu_epi16(lanes, p)), 16));
+}
+AMX_SFT_MOE_INLINE AMX_SFT_MOE_TARGET_AVX512 __m512 load16(const float* p, __mmask16 lanes) {
+  return _mm512_maskz_loadu_ps(lanes, p);
+}
+
+// Nearest even, as to_bf16(). Integer arithmetic, so that CPUs without VCVTNEPS2BF16 give the same bits and
+// denormals survive.
+AMX_SFT_MOE_INLINE AMX_SFT_MOE_TARGET_AVX512 __m256i round_bf16(__m512 value) {
+  const __m512i bits = _mm512_castps_si512(value);
+  const __m512i odd = _mm512_and_si512(_mm512_srli_epi32(bits, 16), _mm512_set1_epi32(1));
+  const __m512i rounded = _mm512_add_epi32(_mm512_add_epi32(bits, _mm512_set1_epi32(0x7fff)), odd);
+  const __m512i quiet = _mm512_or_si512(bits, _mm512_set1_epi32(0x400000));
+  const __mmask16 is_nan = _mm512_cmp_ps_mask(value, value, _CMP_UNORD_Q);
+  return _mm512_cvtepi32_epi16(_mm512_srli_epi32(_mm512_mask_mov_epi32(rounded, is_nan, quiet), 16));
+}
+
+AMX_SFT_MOE_INLINE AMX_SFT_MOE_TARGET_AVX512 void store16(bf16* p, __mmask16 lanes, __m512 value) {
+  _mm256_mask_storeu_epi16(p, lanes, round_bf16(value));
+}
+AMX_SFT_MOE_INLINE AMX_SFT_MOE_TARGET_AVX512 void store16(float* p, __mmask16 lanes, __m512 value) {
+  _mm512_mask_storeu_ps(p, lanes, value);
+}
+
+// 32 bf16 from 2 x 16 floats.
+AMX_SFT_MOE_INLINE AMX_SFT_MOE_TARGET_AVX512 __m512i round_bf16_pair(__m512 low, __m512 high) {
+  return _mm512_inserti64x4(_mm512_castsi256_si512(round_bf16(low)), round_bf16(high), 1);
+}
+
+// One step along K of 16 rows, as the dwords of a panel: 16 floats, or 32 bf16 in pairs. `n` elements are
+// there.
+template <class E, class S>
+AMX_SFT_MOE_INLINE AMX_SFT_MOE_TARGET_AVX512 __m512i load_dwords(const S* p, index_t n) {
+  if constexpr (std::is_same_v<E, float>) {
+    return _mm512_castps_si512(load16(p, mask16(n)));
+  } else if constexpr (std::is_same_v<S, bf16>) {
+    return _mm512_maskz_loadu_epi16(mask32(n), p);
+  } else {
+    const __m512 high = n > 16 ? load16(p + 16, mask16(n - 16)) : _mm512_setzero_ps();
+    return round_bf16_pair(load16(p, mask16(n)), high);
+  }
+}
+
+// r[i][j] <-> r[j][i], dwords.
+AMX_SFT_MOE_INLINE AMX_SFT_MOE_TARGET_AVX512 void transpose_16x16(__m512i (&r)[16]) {
+  __m512i t[16];
+  AMX_SFT_MOE_UNROLL
+  for (int i = 0; i < 16; i += 2) {
+    t[i] = _mm512_unpacklo_epi32(r[i], r[i + 1]);
+    t[i + 1] = _mm512_unpackhi_epi32(r[i], r[i + 1]);
+  }
+  AMX_SFT_MOE_UNROLL
+  for (int i = 0; i < 16; i += 4) {
+    r[i] = _mm512_unpacklo_epi64(t[i], t[i + 2]);
+    r[i + 1] = _mm512_unpackhi_epi64(t[i], t[i + 2]);
+    r[i + 2] = _mm512_unpacklo_epi64(t[i + 1], t[i + 3]);
+    r[i + 3] = _mm512_unpackhi_epi64(t[i + 1], t[i + 3]);
+  }
+  AMX_SFT_MOE_UNROLL
+  for (int i = 0; i < 4; ++i) {
+    t[i] = _mm512_shuffle_i32x4(r[i], r[i + 4], 0x88);
+    t[i + 4] = _mm512_shuffle_i32x4(r[i], r[i + 4], 0xdd);
+    t[i + 8] = _mm512_shuffle_i32x4(r[i + 8], r[i + 12], 0x88);
+    t[i + 12] = _mm512_shuffle_i32x4(r[i + 8], r[i + 12], 0xdd);
+  }
+  AMX_SFT_MOE_UNROLL
+  for (int i = 0; i < 8; ++i) {
+    r[i] = _mm512_shuffle_i32x4(t[i], t[i + 8], 0x88);
+    r[i + 8] = _mm512_shuffle_i32x4(t[i], t[i + 8], 0xdd);
+  }
+}
+
+}  // namespace arch::avx512
+AMX_SFT_MOE_NAMESPACE_END

@@ -1,0 +1,106 @@
+// What this CPU and this operating system can run: CPUID, XCR0 and, for AMX, the kernel's permission.
+#pragma once
+
+#include <cpuid.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+
+#include <cstdint>
+#include <string>
+
+#include "amx_sft_moe/core/config_macros.hpp"
+
+// Test support that executes AMX instructions in a signal handler defines this symbol (bit 0 AMX-TILE, 1
+// AMX-BF16, 2 AMX-INT8). It is weak: without such support nothing is linked and its address is null. CPUID
+// cannot be trapped, so this is the one place where the library can be told of instructions that the CPU does
+// not report.
+extern "C" __attribute__((weak)) unsigned amx_sft_moe_emulated_features();
+
+AMX_SFT_MOE_NAMESPACE_BEGIN
+
+struct CpuFeatures {
+  bool avx2 = false;         // AVX2 and FMA, with the operating system saving ymm
+  bool avx512 = false;       // AVX512 F, BW, DQ, VL, with the operating system saving zmm
+  bool avx512_bf16 = false;  // VDPBF16PS
+  bool slow_dpbf16 =
+      false;  // VDPBF16PS runs at half the rate of fp32 FMA (Intel; measured 106 against 214 GFLOP/s a
+              // core on Emerald Rapids). AMD Zen 4 and 5 have twice the rate of FMA instead.
+  bool amx_tile = false;  // AMX-TILE, with the operating system saving tiles
+  bool amx_bf16 = false;
+  bool amx_int8 = false;
+  bool amx_emulated = false;  // the three above come from test support, not from the CPU
+};
+
+namespace arch {
+
+// XCR0. `volatile` asm: callers have checked OSXSAVE.
+inline std::uint64_t read_xcr0() {
+  std::uint32_t low = 0;
+  std::uint32_t high = 0;
+  __asm__ volatile("xgetbv" : "=a"(low), "=d"(high) : "c"(0));
+  return (static_cast<std::uint64_t>(high) << 32) | low;
+}
+
+inline CpuFeatures read_cpu_features() {
+  CpuFeatures found;
+  unsigned a = 0;
+  unsigned b = 0;
+  unsigned c = 0;
+  unsigned d = 0;
+  if (__get_cpuid(1, &a, &b, &c, &d) == 0) return found;
+  const bool osxsave = (c >> 27 & 1U) != 0;
+  const bool fma = (c >> 12 & 1U) != 0;
+  const std::uint64_t xcr0 = osxsave ? read_xcr0() : 0;
+  const bool ymm = (xcr0 & 0x6U) == 0x6U;
+  const bool zmm = (xcr0 & 0xe6U) == 0xe6U;
+  const bool tiles = (xcr0 & 0x60000U) == 0x60000U;
+  if (__get_cpuid_count(7, 0, &a, &b, &c, &d) == 0) return found;
+  found.avx2 = ymm && fma && (b >> 5 & 1U) != 0;
+  found.avx512 =
+      zmm && (b >> 16 & 1U) != 0 && (b >> 17 & 1U) != 0 && (b >> 30 & 1U) != 0 && (b >> 31 & 1U) != 0;
+  found.amx_bf16 = tiles && (d >> 22 & 1U) != 0;
+  found.amx_tile = tiles && (d >> 24 & 1U) != 0;
+  found.amx_int8 = tiles && (d >> 25 & 1U) != 0;
+  if (a >= 1 && __get_cpuid_count(7, 1, &a, &b, &c, &d) != 0)
+    found.avx512_bf16 = found.avx512 && (a >> 5 & 1U) != 0;
+  if (__get_cpuid(0, &a, &b, &c, &d) != 0) found.slow_dpbf16 = b == 0x756e6547U;  // "Genu"(ineIntel)
+  return found;
+}
+
+// Features of this process, the emulator's included.
+inline CpuFeatures cpu_features() {
+  CpuFeatures found = read_cpu_features();
+  if (amx_sft_moe_emulated_features != nullptr) {
+    const unsigned emulated = amx_sft_moe_emulated_features();
+    if (emulated != 0) {
+      found.amx_tile = (emulated & 1U) != 0;
+      found.amx_bf16 = (emulated & 2U) != 0;
+      found.amx_int8 = (emulated & 4U) != 0;
+      found.amx_emulated = true;
+    }
+  }
+  return found;
+}
+
+// Linux gives tile state to a process on request only (arch_prctl ARCH_REQ_XCOMP_PERM). Asking again is
+// harmless and the answer holds for all threads of the process. Returns 0 or the negative result of the system
+// call's errno form.
+inline long request_amx_permission() {
+  constexpr long kRequestPermission = 0x1023;
+  constexpr long kTileData = 18;
+  return syscall(SYS_arch_prctl, kRequestPermission, kTileData);
+}
+
+// Empty where AMX can be used; otherwise why not.
+inline std::string amx_refusal() {
+  const CpuFeatures cpu = cpu_features();
+  if (!cpu.amx_tile || !cpu.amx_bf16) return "the CPU or the operating system reports no AMX-BF16";
+  if (!cpu.avx512) return "AMX kernels need AVX512 (F, BW, DQ, VL) beside AMX";
+  if (!cpu.amx_emulated && request_amx_permission() != 0) {
+    return "the operating system refused the permission for AMX tile data (arch_prctl ARCH_REQ_XCOMP_PERM)";
+  }
+  return {};
+}
+
+}  // namespace arch
+AMX_SFT_MOE_NAMESPACE_END

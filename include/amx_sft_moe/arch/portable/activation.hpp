@@ -1,0 +1,77 @@
+// Activations in plain C++: the formulas, and the row operations that apply them.
+#pragma once
+
+#include <cmath>
+
+#include "amx_sft_moe/core/activation.hpp"
+#include "amx_sft_moe/core/element.hpp"
+
+AMX_SFT_MOE_NAMESPACE_BEGIN
+namespace arch {
+
+struct GluGradient {
+  float h;
+  float dh_dgate;
+  float dh_dup;
+};
+
+inline float sigmoid(float x) {
+  return 1.0F / (1.0F + std::exp(-x));
+}
+
+inline float glu(const SiluGlu&, float gate, float up) {
+  return gate * sigmoid(gate) * up;
+}
+
+inline GluGradient glu_gradient(const SiluGlu&, float gate, float up) {
+  const float s = sigmoid(gate);
+  const float silu = gate * s;
+  return {silu * up, up * (s + silu * (1.0F - s)), silu};
+}
+
+inline float glu(const ClampedGlu& act, float gate, float up) {
+  const float g = gate < act.limit ? gate : act.limit;
+  const float u = up < -act.limit ? -act.limit : (up > act.limit ? act.limit : up);
+  return (u + 1.0F) * g * sigmoid(act.alpha * g);
+}
+
+inline GluGradient glu_gradient(const ClampedGlu& act, float gate, float up) {
+  const bool gate_passes = gate <= act.limit;
+  const bool up_passes = up >= -act.limit && up <= act.limit;
+  const float g = gate_passes ? gate : act.limit;
+  const float u = up_passes ? up : (up < 0.0F ? -act.limit : act.limit);
+  const float s = sigmoid(act.alpha * g);
+  const float swish = g * s;
+  return {(u + 1.0F) * swish, gate_passes ? (u + 1.0F) * (s + act.alpha * swish * (1.0F - s)) : 0.0F,
+          up_passes ? swish : 0.0F};
+}
+
+struct PortableActivation {
+  // h[n] = act(gate, up); h may be gate.
+  template <class Act, class In, class Out>
+  static void forward(const Act& act, const In* gate, const In* up, index_t n, Out* h) {
+    for (index_t i = 0; i < n; ++i) h[i] = from_float<Out>(glu(act, to_float(gate[i]), to_float(up[i])));
+  }
+
+  // grad_gate, grad_up [n] from the unweighted grad_h [n] and the route's weight; returns <grad_h, h>, the
+  // gradient of that weight.
+  template <class Act, class T>
+  static float backward(const Act& act, const float* grad_h, const T* gate, const T* up, float weight,
+                        index_t n, T* grad_gate, T* grad_up) {
+    constexpr index_t kLanes = 16;  // independent sums, so that the dot product is as accurate as a vector's
+    float dot[kLanes] = {};
+    for (index_t i = 0; i < n; ++i) {
+      const GluGradient d = glu_gradient(act, to_float(gate[i]), to_float(up[i]));
+      dot[i % kLanes] += grad_h[i] * d.h;
+      const float weighted = weight * grad_h[i];
+      grad_gate[i] = from_float<T>(weighted * d.dh_dgate);
+      grad_up[i] = from_float<T>(weighted * d.dh_dup);
+    }
+    float sum = 0.0F;
+    for (float lane : dot) sum += lane;
+    return sum;
+  }
+};
+
+}  // namespace arch
+AMX_SFT_MOE_NAMESPACE_END

@@ -1,0 +1,53 @@
+// Helper macros of the library. Defined here, undefined in core/undef_macros.hpp (the umbrella header's last
+// line), so that none of them leaks into a translation unit that includes amx_sft_moe.hpp.
+#pragma once
+
+#ifndef AMX_SFT_MOE_VERSION_STRING
+#define AMX_SFT_MOE_VERSION_STRING "0.1.0"
+#endif
+
+// Build switches that change inline bodies name the inline namespace, so that two translation units built with
+// different switches never share a function body (an ODR violation without a diagnostic).
+//   AMX_SFT_MOE_NO_TIMER   compile the phase recorder and the NVTX ranges out
+//   AMX_SFT_MOE_NO_NVTX    compile the NVTX ranges out; also the case where the NVTX headers are not found
+//   AMX_SFT_MOE_DEBUG      check internal invariants and throw std::logic_error when one does not hold
+#if defined(AMX_SFT_MOE_NO_TIMER)
+#define AMX_SFT_MOE_ABI_TIMER _no_timer
+#else
+#define AMX_SFT_MOE_ABI_TIMER _timer
+#endif
+#if !defined(AMX_SFT_MOE_NO_TIMER) && !defined(AMX_SFT_MOE_NO_NVTX) && __has_include(<nvtx3/nvtx3.hpp>)
+#define AMX_SFT_MOE_HAS_NVTX 1
+#define AMX_SFT_MOE_ABI_NVTX _nvtx
+#else
+#define AMX_SFT_MOE_HAS_NVTX 0
+#define AMX_SFT_MOE_ABI_NVTX
+#endif
+#if defined(AMX_SFT_MOE_DEBUG)
+#define AMX_SFT_MOE_ABI_DEBUG _debug
+#else
+#define AMX_SFT_MOE_ABI_DEBUG
+#endif
+#define AMX_SFT_MOE_JOIN_(a, b, c, d) a##b##c##d
+#define AMX_SFT_MOE_JOIN(a, b, c, d) AMX_SFT_MOE_JOIN_(a, b, c, d)
+#define AMX_SFT_MOE_ABI AMX_SFT_MOE_JOIN(v0, AMX_SFT_MOE_ABI_TIMER, AMX_SFT_MOE_ABI_NVTX, AMX_SFT_MOE_ABI_DEBUG)
+
+#define AMX_SFT_MOE_NAMESPACE_BEGIN \
+  namespace amx_sft_moe {           \
+  inline namespace AMX_SFT_MOE_ABI {
+#define AMX_SFT_MOE_NAMESPACE_END \
+  }                               \
+  }
+
+// Target attributes of the leaf functions in arch/. No -m flag is ever needed: one binary holds every
+// instruction set and chooses at run time.
+#define AMX_SFT_MOE_TARGET_AVX512 __attribute__((target("avx512f,avx512bw,avx512dq,avx512vl,fma")))
+#define AMX_SFT_MOE_TARGET_AVX512_BF16 \
+  __attribute__((target("avx512f,avx512bw,avx512dq,avx512vl,avx512bf16,fma")))
+#define AMX_SFT_MOE_INLINE inline __attribute__((always_inline))
+
+#if defined(__clang__)
+#define AMX_SFT_MOE_UNROLL _Pragma("clang loop unroll(full)")
+#else
+#define AMX_SFT_MOE_UNROLL _Pragma("GCC unroll 16")
+#endif

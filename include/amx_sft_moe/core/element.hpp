@@ -1,0 +1,64 @@
+// Element types: bf16 storage with round-to-nearest-even conversion, and the run-time name of an element type.
+#pragma once
+
+#include <bit>
+#include <cstdint>
+#include <string_view>
+#include <type_traits>
+
+#include "amx_sft_moe/core/config_macros.hpp"
+
+AMX_SFT_MOE_NAMESPACE_BEGIN
+
+using index_t = std::int64_t;
+
+// The upper half of an IEEE binary32. Trivial, so that tensors of other frameworks can be viewed as bf16*.
+struct bf16 {
+  std::uint16_t bits;
+};
+static_assert(sizeof(bf16) == 2 && std::is_trivial_v<bf16>);
+
+constexpr float to_float(bf16 value) {
+  return std::bit_cast<float>(static_cast<std::uint32_t>(value.bits) << 16);
+}
+constexpr float to_float(float value) {
+  return value;
+}
+
+// Round to nearest, ties to even; a NaN stays a (quiet) NaN.
+constexpr bf16 to_bf16(float value) {
+  const auto bits = std::bit_cast<std::uint32_t>(value);
+  if ((bits & 0x7fffffffU) > 0x7f800000U) return bf16{static_cast<std::uint16_t>((bits >> 16) | 0x40U)};
+  return bf16{static_cast<std::uint16_t>((bits + 0x7fffU + ((bits >> 16) & 1U)) >> 16)};
+}
+
+template <class T>
+constexpr T from_float(float value) {
+  if constexpr (std::is_same_v<T, bf16>) {
+    return to_bf16(value);
+  } else {
+    static_assert(std::is_same_v<T, float>);
+    return value;
+  }
+}
+
+enum class DType : std::uint8_t { kBf16, kFp32 };
+
+template <class T>
+inline constexpr DType kDTypeOf = std::is_same_v<std::remove_const_t<T>, bf16> ? DType::kBf16 : DType::kFp32;
+
+constexpr std::string_view name_of(DType dtype) {
+  return dtype == DType::kBf16 ? "bf16" : "fp32";
+}
+constexpr index_t size_of(DType dtype) {
+  return dtype == DType::kBf16 ? 2 : 4;
+}
+
+constexpr index_t ceil_div(index_t a, index_t b) {
+  return (a + b - 1) / b;
+}
+constexpr index_t round_up(index_t a, index_t b) {
+  return ceil_div(a, b) * b;
+}
+
+AMX_SFT_MOE_NAMESPACE_END

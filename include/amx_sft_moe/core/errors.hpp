@@ -1,0 +1,53 @@
+// The library's exceptions. Every message names the argument and says both values: what was wanted and what
+// came.
+#pragma once
+
+#include <sstream>
+#include <stdexcept>
+#include <string>
+#include <string_view>
+
+#include "amx_sft_moe/core/config_macros.hpp"
+
+AMX_SFT_MOE_NAMESPACE_BEGIN
+
+// A wrong shape, dtype, stride, null pointer or option. Nothing was changed by the refused call.
+class ArgumentError : public std::invalid_argument {
+ public:
+  using std::invalid_argument::invalid_argument;
+};
+
+// A call that does not fit the object's state: an empty pop, a full stack, a call into an object in use.
+class StateError : public std::runtime_error {
+ public:
+  using std::runtime_error::runtime_error;
+};
+
+// A kernel that this CPU or this binary does not have.
+class KernelError : public std::runtime_error {
+ public:
+  using std::runtime_error::runtime_error;
+};
+
+template <class... Parts>
+std::string concat(const Parts&... parts) {
+  std::ostringstream text;
+  (text << ... << parts);
+  return text.str();
+}
+
+template <class Wanted, class Got>
+void require_equal(std::string_view argument, const Wanted& wanted, const Got& got) {
+  if (wanted != got) throw ArgumentError(concat(argument, ": expected ", wanted, ", got ", got));
+}
+
+template <class Low, class Got>
+void require_at_least(std::string_view argument, const Low& low, const Got& got) {
+  if (got < low) throw ArgumentError(concat(argument, ": expected at least ", low, ", got ", got));
+}
+
+inline void require_pointer(std::string_view argument, const void* pointer) {
+  if (pointer == nullptr) throw ArgumentError(concat(argument, ": expected a non-null pointer, got null"));
+}
+
+AMX_SFT_MOE_NAMESPACE_END

@@ -1,0 +1,18 @@
+// Undefines every helper macro of core/config_macros.hpp and profile/backward_timer.hpp. No include guard on
+// purpose: it is the counterpart of a definition, included once at the end of the umbrella header.
+#undef AMX_SFT_MOE_NAMESPACE_BEGIN
+#undef AMX_SFT_MOE_NAMESPACE_END
+#undef AMX_SFT_MOE_ABI
+#undef AMX_SFT_MOE_ABI_TIMER
+#undef AMX_SFT_MOE_ABI_NVTX
+#undef AMX_SFT_MOE_ABI_DEBUG
+#undef AMX_SFT_MOE_HAS_NVTX
+#undef AMX_SFT_MOE_JOIN
+#undef AMX_SFT_MOE_JOIN_
+#undef AMX_SFT_MOE_TARGET_AVX512
+#undef AMX_SFT_MOE_TARGET_AVX512_BF16
+#undef AMX_SFT_MOE_INLINE
+#undef AMX_SFT_MOE_UNROLL
+#undef BACKWARD_TIMER_START
+#undef BACKWARD_TIMER_CHECKPOINT
+#undef BACKWARD_TIMER_END

@@ -1,0 +1,127 @@
+// The loop nest that all three GEMM forms share, on one thread:
+//
+//   for each class of the kernel's block plan                  (at most four, one block shape each)
+//     for each group of rows                                   stage what of A cannot be used where it lies
+//       for each group of columns
+//         microkernel over all of K, base product and LoRA in the same accumulators (arch/*/microkernel.hpp)
+//         epilogue: the caller's                                                           (while C is in L1)
+//
+// K is never split between accumulators and memory, so a result depends neither on block sizes nor on threads.
+#pragma once
+
+#include <array>
+#include <span>
+
+#include "amx_sft_moe/gemm/operand.hpp"
+#include "amx_sft_moe/gemm/scratch.hpp"
+
+AMX_SFT_MOE_NAMESPACE_BEGIN
+namespace gemm {
+
+// One product of a sum: A [M, k] x B [k, N]; B's panels hold zeros from k to the next multiple of the kernel's
+// K unit.
+template <class E>
+struct Term {
+  AnyRows a;
+  index_t k = 0;
+  Panels<const E> b;
+};
+
+// A block of C [rows, cols] at (row, col) of the whole, fp32, valid during the epilogue.
+struct Block {
+  index_t row, rows;
+  index_t col, cols;
+  float* c;
+  index_t stride;
+};
+
+template <class Kernel>
+class RowGroup {
+  using E = typename Kernel::Compute;
+
+ public:
+  RowGroup(Scratch& scratch, index_t k_tile) : scratch_(scratch), k_tile_(k_tile) {}
+
+  // Room for the staged parts of all terms of all outputs.
+  template <std::size_t Outputs>
+  void reserve(const std::array<std::span<const Term<E>>, Outputs>& outputs, index_t rows) {
+    index_t k = 0;
+    for (const auto& terms : outputs) {
+      for (const Term<E>& term : terms) k += round_up(term.k, k_tile_);
+    }
+    arena_ = scratch_.a_rows.as<E>(k * rows);
+  }
+  void restart() { used_ = 0; }
+
+  // Appends the segments of `term` for the rows [row, row + rows).
+  void append(const Term<E>& term, index_t row, index_t rows, arch::Segments<E>& segments) {
+    const AnyRows a = term.a.from(row, 0);
+    const E* direct = a.template direct<E>();
+    const index_t in_place = direct != nullptr ? term.k / k_tile_ * k_tile_ : 0;
+    segments.add({direct, a.row_stride(), term.b.data, term.b.panel_stride, in_place});
+    if (in_place == term.k) return;
+    const index_t tail = term.k - in_place;
+    const index_t padded = round_up(tail, k_tile_);
+    E* staged = arena_ + used_;
+    used_ += padded * rows;
+    a.from(0, in_place).visit([&](const auto& source) {
+      Kernel::Rows::template stage<E>(source, rows, tail, padded, staged, padded);
+    });
+    segments.add({staged, padded, term.b.data + in_place * arch::kPanelCols, term.b.panel_stride, padded});
+  }
+
+ private:
+  Scratch& scratch_;
+  index_t k_tile_;
+  E* arena_ = nullptr;
+  index_t used_ = 0;
+};
+
+template <class E>
+arch::Segments<E> at_column(const arch::Segments<E>& segments, index_t col) {
+  arch::Segments<E> moved = segments;
+  for (int s = 0; s < moved.count; ++s) moved.at[s].b += col / arch::kPanelCols * moved.at[s].panel_stride;
+  return moved;
+}
+
+// C_o [M, N] = sum of the terms of output o, for all outputs block by block; epilogue(std::array<Block,
+// Outputs>). k_tile divides the staged K (the kernel's K unit, or what gemm_tn fitted to its tokens).
+template <class Kernel, std::size_t Outputs, class Epilogue>
+void for_each_block(typename Kernel::Session& session, Scratch& scratch, index_t rows, index_t cols,
+                    index_t k_tile,
+                    const std::array<std::span<const Term<typename Kernel::Compute>>, Outputs>& outputs,
+                    Epilogue&& epilogue) {
+  using Micro = typename Kernel::Microkernel;
+  using E = typename Kernel::Compute;
+  constexpr index_t kBlockFloats = Micro::kMaxRows * Micro::kMaxCols;
+  float* c = scratch.c_blocks.as<float>(kBlockFloats * static_cast<index_t>(Outputs));
+  RowGroup<Kernel> group(scratch, k_tile);
+  group.reserve(outputs, Micro::kMaxRows);
+
+  const arch::BlockPlan plan = Micro::plan(rows, cols);
+  for (int p = 0; p < plan.count; ++p) {
+    const arch::BlockClass& shape = plan.classes[p];
+    for (index_t row = shape.row_begin; row < shape.row_end; row += shape.row_step) {
+      const index_t here = std::min(shape.row_step, shape.row_end - row);
+      std::array<arch::Segments<E>, Outputs> segments;
+      group.restart();
+      for (std::size_t o = 0; o < Outputs; ++o) {
+        segments[o].k_tile = k_tile;
+        for (const Term<E>& term : outputs[o]) group.append(term, row, here, segments[o]);
+      }
+      for (index_t col = shape.col_begin; col < shape.col_end; col += shape.col_step) {
+        const index_t wide = std::min(shape.col_step, shape.col_end - col);
+        const index_t stride = round_up(wide, arch::kPanelCols);
+        std::array<Block, Outputs> blocks;
+        for (std::size_t o = 0; o < Outputs; ++o) {
+          blocks[o] = {row, here, col, wide, c + static_cast<index_t>(o) * kBlockFloats, stride};
+          Micro::block(session, shape.pattern, at_column(segments[o], col), here, wide, blocks[o].c, stride);
+        }
+        epilogue(blocks);
+      }
+    }
+  }
+}
+
+}  // namespace gemm
+AMX_SFT_MOE_NAMESPACE_END

@@ -1,0 +1,39 @@
+// A thread's private memory for GEMMs: staged rows of A, packed panels of B, blocks of C. It grows to what the
+// largest task needs and stays.
+#pragma once
+
+#include "amx_sft_moe/core/aligned_buffer.hpp"
+#include "amx_sft_moe/core/views.hpp"
+
+AMX_SFT_MOE_NAMESPACE_BEGIN
+namespace gemm {
+
+// Untyped, so that layers with kernels of different element types can share a workspace.
+class Buffer {
+ public:
+  // At least `count` elements; what was there before is lost when the buffer has to grow.
+  template <class T>
+  T* as(index_t count) {
+    bytes_.reserve(count * static_cast<index_t>(sizeof(T)));
+    return reinterpret_cast<T*>(bytes_.data());
+  }
+  index_t bytes() const { return bytes_.bytes(); }
+
+ private:
+  AlignedBuffer<std::byte> bytes_;
+};
+
+struct Scratch {
+  Buffer a_rows;        // rows of A that could not be used where they lie, K adjacent, zeros behind
+  Buffer a_transposed;  // gemm_tn: A^T
+  Buffer b_panels;
+  Buffer c_blocks;  // fp32
+  Buffer rows;      // a caller's own rows on their way to a GEMM
+
+  index_t bytes() const {
+    return a_rows.bytes() + a_transposed.bytes() + b_panels.bytes() + c_blocks.bytes() + rows.bytes();
+  }
+};
+
+}  // namespace gemm
+AMX_SFT_MOE_NAMESPACE_END

@@ -1,0 +1,114 @@
+// The products of one adapter that are not part of a base product, each one GEMM. (s x A^T) B^T and (s grad B)
+// A are second terms of the base GEMMs; see moe/.
+#pragma once
+
+#include "amx_sft_moe/gemm/forms.hpp"
+#include "amx_sft_moe/lora/adapter.hpp"
+
+AMX_SFT_MOE_NAMESPACE_BEGIN
+namespace lora {
+
+// Where u = s x A^T goes: packed for the forward's second term, and in rows for backward (rows.data null: not
+// saved).
+template <class Kernel>
+struct ProjectionTarget {
+  gemm::Panels<typename Kernel::Compute> panels;  // [panels of tokens][r padded]
+  MatrixView<typename Kernel::Stored> rows;       // [tokens, r]
+};
+
+// u = scaling x A^T: x packed [k, tokens], A = lora_a [r, k]. gemm_nt
+template <class Kernel>
+void project(gemm::ThreadContext<Kernel>& thread, const AnyConstMatrix& lora_a, float scaling, index_t tokens,
+             const gemm::Panels<const typename Kernel::Compute>& x, const ProjectionTarget<Kernel>& to) {
+  using E = typename Kernel::Compute;
+  using Stored = typename Kernel::Stored;
+  const index_t rank = lora_a.rows();
+  const std::array<gemm::Term<E>, 1> terms{{{gemm::AnyRows(lora_a), lora_a.cols(), x}}};
+  const std::array<std::span<const gemm::Term<E>>, 1> outputs{{terms}};
+  gemm::gemm_nt<Kernel>(thread, rank, tokens, outputs, [&](const std::array<gemm::Block, 1>& blocks) {
+    const gemm::Block& u = blocks[0];  // [r, tokens]
+    const index_t padded = u.row + u.rows == rank ? gemm::padded_k<Kernel>(rank) - u.row : u.rows;
+    const arch::RowSource<float> source{u.c, u.stride, 1, nullptr};
+    Kernel::Rows::template pack_rows<E>(source, u.rows, padded, u.cols, scaling,
+                                        to.panels.from_column(u.col).data + u.row * arch::kPanelCols,
+                                        to.panels.panel_stride);
+    if (to.rows.data == nullptr) return;
+    const arch::BlockTarget<Stored> rows{
+        to.rows.row(u.col) + u.row, 1, to.rows.row_stride, false, scaling, nullptr};
+    Kernel::Rows::store(u.c, u.stride, u.rows, u.cols, rows);
+  });
+}
+
+// v = scaling grad B: grad [rows, out], B = lora_b [out, r] -> v [rows, r]. gemm_nn
+template <class Kernel>
+void project_gradient(gemm::ThreadContext<Kernel>& thread, const gemm::AnyRows& grad, index_t rows,
+                      const AnyConstMatrix& lora_b, float scaling,
+                      const MatrixView<typename Kernel::Stored>& v) {
+  using Stored = typename Kernel::Stored;
+  const std::array<gemm::NnTerm, 1> terms{{{grad, gemm::AnyRows(lora_b), lora_b.rows()}}};
+  gemm::gemm_nn<Kernel>(thread, rows, lora_b.cols(), terms, [&](const gemm::Block& block) {
+    const arch::BlockTarget<Stored> to{v.row(block.row) + block.col, v.row_stride, 1, false, scaling, nullptr};
+    Kernel::Rows::store(block.c, block.stride, block.rows, block.cols, to);
+  });
+}
+
+// How a gradient is written: overwritten or added to, times a factor.
+struct GradientMode {
+  bool accumulate = false;
+  float scale = 1.0F;
+};
+
+// A gradient of a factor, with element [i, j] of the GEMM's C at grad[i, j], or at grad[j, i] where transposed.
+template <class Kernel>
+void store_gradient(const gemm::Block& block, const AnyMatrix& grad, bool transposed, index_t first_col,
+                    const GradientMode& mode) {
+  const index_t row_stride = transposed ? grad.col_stride() : grad.row_stride();
+  const index_t col_stride = transposed ? grad.row_stride() : grad.col_stride();
+  grad.visit([&](auto* data) {
+    using T = std::remove_pointer_t<decltype(data)>;
+    const arch::BlockTarget<T> to{data + block.row * row_stride + (first_col + block.col) * col_stride,
+                                  row_stride,
+                                  col_stride,
+                                  mode.accumulate,
+                                  mode.scale,
+                                  nullptr};
+    Kernel::Rows::store(block.c, block.stride, block.rows, block.cols, to);
+  });
+}
+
+// Columns [first_col, first_col + input.cols) of grad_A [r, in] = sum of factor^T x input. gemm_tn Scaling is
+// already in the factor (v).
+template <class Kernel, std::size_t Factors>
+void gradient_a(gemm::ThreadContext<Kernel>& thread, const std::array<gemm::Factor, Factors>& factors,
+                const gemm::TokenPanels<Kernel>& input, index_t first_col, const AnyMatrix& grad_a,
+                const GradientMode& mode) {
+  gemm::gemm_tn<Kernel>(thread, grad_a.rows(), factors, input, [&](const gemm::Block& block) {
+    store_gradient<Kernel>(block, grad_a, false, first_col, mode);
+  });
+}
+
+// Rows [first_row, ...) of grad_B [out, r] = grad^T u, computed as its transpose u^T x grad. gemm_tn Scaling is
+// already in u.
+template <class Kernel>
+void gradient_b(gemm::ThreadContext<Kernel>& thread, const gemm::Factor& u,
+                const gemm::TokenPanels<Kernel>& grad, index_t first_row, const AnyMatrix& grad_b,
+                const GradientMode& mode) {
+  const std::array<gemm::Factor, 1> factors{{u}};
+  gemm::gemm_tn<Kernel>(thread, grad_b.cols(), factors, grad, [&](const gemm::Block& block) {
+    store_gradient<Kernel>(block, grad_b, true, first_row, mode);
+  });
+}
+
+// Exact zeros, for an expert without tokens.
+inline void clear(const AnyMatrix& grad) {
+  grad.visit([&](auto* data) {
+    using T = std::remove_pointer_t<decltype(data)>;
+    for (index_t i = 0; i < grad.rows(); ++i) {
+      for (index_t j = 0; j < grad.cols(); ++j)
+        data[i * grad.row_stride() + j * grad.col_stride()] = from_float<T>(0.0F);
+    }
+  });
+}
+
+}  // namespace lora
+AMX_SFT_MOE_NAMESPACE_END

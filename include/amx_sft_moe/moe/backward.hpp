@@ -1,0 +1,377 @@
+// The phases of a backward pass, in order. Each is one region of tasks; its end is a synchronisation point (5
+// in all).
+//
+//   scatter       p = grad_y of each row's token;  v_d = s p Bd
+//   down          grad_h = p Wd + v_d Ad                          beside  grad_Ad = (w v_d)^T h, grad_Bd = (w
+//   p)^T u_d activation    grad_g, grad_u = act'(g, u) w grad_h;  <grad_h, h>;  v_g = s grad_g Bg, v_u = s
+//   grad_u Bu gate_up       grad_x rows = grad_g Wg + grad_u Wu + v_g Ag + v_u Au
+//                 beside  grad_A = v^T x, grad_B = grad^T u for gate and up
+//   sum_tokens    grad_x and the gradient of the routing weights
+//
+// s is in the saved u and in v, so no product is scaled again. Tasks of a region do not depend on one another.
+#pragma once
+
+#include "amx_sft_moe/moe/forward.hpp"
+#include "amx_sft_moe/moe/gradients.hpp"
+
+AMX_SFT_MOE_NAMESPACE_BEGIN
+namespace moe {
+
+// The matrices over routed rows that the phases hand on.
+template <class Kernel>
+struct BackwardRows {
+  using Stored = typename Kernel::Stored;
+  MatrixView<Stored> p;             // [S, H]
+  MatrixView<Stored> v_down;        // [S, r_down]
+  MatrixView<float> grad_h;         // [S, I]
+  MatrixView<Stored> grad_gate;     // [S, I]
+  MatrixView<Stored> grad_up;       // [S, I]
+  MatrixView<Stored> v_gate, v_up;  // [S, r]
+  MatrixView<float> grad_x;         // [S, H]
+  float* weight_grad;               // [S]
+
+  explicit BackwardRows(Step<Kernel>& step) {
+    Workspace& work = step.work;
+    const index_t rows = work.routing.routed_rows();
+    p = row_matrix<Stored>(work.p_rows, rows, step.hidden);
+    v_down = row_matrix<Stored>(work.v_down, rows, step.lora.down.rank());
+    grad_h = row_matrix<float>(work.grad_h, rows, step.intermediate);
+    grad_gate = row_matrix<Stored>(work.grad_gate, rows, step.intermediate);
+    grad_up = row_matrix<Stored>(work.grad_up, rows, step.intermediate);
+    v_gate = row_matrix<Stored>(work.v_gate, rows, step.lora.gate.rank());
+    v_up = row_matrix<Stored>(work.v_up, rows, step.lora.up.rank());
+    grad_x = row_matrix<float>(work.out_rows, rows, step.hidden);
+    weight_grad = work.row_weight_grad.as<float>(rows);
+  }
+};
+
+template <class Kernel>
+void backward_scatter(Step<Kernel>& step, const BackwardRows<Kernel>& rows, const AnyConstMatrix& grad_y) {
+  using Stored = typename Kernel::Stored;
+  Workspace& work = step.work;
+  work.tasks.clear();
+  for (const ExpertRows& expert : work.routing.active()) {
+    add_tasks(work.tasks, 0, expert, gemm::Blocking::kRowChunk, 1, 1);
+  }
+  run_region(step, PhaseGroup::kBackwardDown, [&](Worker<Kernel>& worker, const Task& task) {
+    const ExpertRows& expert = *task.expert;
+    const MatrixView<Stored> p = rows_of(rows.p, expert, task.row);
+    worker.time(Phase::kD1Scatter, [&] {
+      const auto source =
+          gemm::AnyRows(grad_y).gathered(work.routing.token_of_row() + expert.row_begin + task.row);
+      source.visit([&](const auto& from) {
+        Kernel::Rows::template stage<Stored>(from, task.rows, step.hidden, step.hidden, p.data, p.row_stride);
+      });
+    });
+    if (step.lora.down.rank() == 0) return;
+    worker.time(Phase::kD4LoraGrad, [&] {
+      lora::project_gradient<Kernel>(worker.gemm, p, task.rows, step.lora.down.b[expert.expert],
+                                     step.lora.down.scaling, rows_of(rows.v_down, expert, task.row));
+    });
+  });
+}
+
+enum DownTask : int { kDownGemm, kDownGradA, kDownGradB, kDownIdle };
+
+// grad_h = p Wd + v_d Ad, a block of columns.
+template <class Kernel>
+void backward_down_gemm(Step<Kernel>& step, const BackwardRows<Kernel>& rows, Worker<Kernel>& worker,
+                        const Task& task) {
+  const ExpertRows& expert = *task.expert;
+  const LoraAdapter& adapter = step.lora.down;
+  std::array<gemm::NnTerm, 2> terms;
+  terms[0] = {rows_of(rows.p, expert, task.row),
+              gemm::AnyRows(step.weights.down[expert.expert]).from(0, task.col), step.hidden};
+  if (adapter.rank() > 0) {
+    terms[1] = {rows_of(rows.v_down, expert, task.row),
+                gemm::AnyRows(adapter.a[expert.expert]).from(0, task.col), adapter.rank()};
+  }
+  const MatrixView<float> to = rows_of(rows.grad_h, expert, task.row);
+  gemm::gemm_nn<Kernel>(worker.gemm, task.rows, task.cols, terms, [&](const gemm::Block& block) {
+    const arch::BlockTarget<float> target{
+        to.row(block.row) + task.col + block.col, to.row_stride, 1, false, 1.0F, nullptr};
+    Kernel::Rows::store(block.c, block.stride, block.rows, block.cols, target);
+  });
+}
+
+// grad_Ad = (w v_d)^T h, a block of columns. h is made again from g and u: it was not kept.
+template <class Kernel>
+void backward_down_grad_a(Step<Kernel>& step, const BackwardRows<Kernel>& rows, Worker<Kernel>& worker,
+                          const Task& task, const Gradients& grads) {
+  using Stored = typename Kernel::Stored;
+  const ExpertRows& expert = *task.expert;
+  const MatrixView<Stored> gate = rows_of(step.saved.gate, expert, 0);
+  const MatrixView<Stored> up = rows_of(step.saved.up, expert, 0);
+  MatrixView<Stored> h{nullptr, expert.rows, task.cols, own_row_stride<Stored>(task.cols)};
+  h.data = worker.gemm.scratch.rows.template as<Stored>(expert.rows * h.row_stride);
+  std::visit(
+      [&](const auto& activation) {
+        for (index_t i = 0; i < expert.rows; ++i) {
+          Kernel::Activation::forward(activation, gate.row(i) + task.col, up.row(i) + task.col, task.cols,
+                                      h.row(i));
+        }
+      },
+      step.activation);
+  const std::array<gemm::Factor, 1> factors{
+      {{rows_of(rows.v_down, expert, 0), step.work.routing.weight_of_row() + expert.row_begin}}};
+  const auto panels = gemm::pack_tokens<Kernel>(worker.gemm, h, expert.rows, task.cols);
+  lora::gradient_a<Kernel>(worker.gemm, factors, panels, task.col, grads.lora.down_a[expert.expert],
+                           {grads.accumulate, grads.scale});
+}
+
+// grad_Bd = (w p)^T u_d, a block of rows; the weight goes to the small factor.
+template <class Kernel>
+void backward_down_grad_b(Step<Kernel>& step, const BackwardRows<Kernel>& rows, Worker<Kernel>& worker,
+                          const Task& task, const Gradients& grads) {
+  const ExpertRows& expert = *task.expert;
+  const gemm::Factor u{rows_of(step.saved.u_down, expert, 0),
+                       step.work.routing.weight_of_row() + expert.row_begin};
+  const auto panels = gemm::pack_tokens<Kernel>(
+      worker.gemm, gemm::AnyRows(rows_of(rows.p, expert, 0)).from(0, task.col), expert.rows, task.cols);
+  lora::gradient_b<Kernel>(worker.gemm, u, panels, task.col, grads.lora.down_b[expert.expert],
+                           {grads.accumulate, grads.scale});
+}
+
+// Zeros for the experts without tokens, where gradients are overwritten.
+inline void add_idle_tasks(std::vector<Task>& tasks, int kind, const RoutingTable& routing,
+                           const Gradients& grads) {
+  if (grads.accumulate) return;
+  for (const index_t expert : routing.idle()) {
+    Task task;
+    task.kind = kind;
+    task.idle_expert = expert;
+    tasks.push_back(task);
+  }
+}
+
+inline void clear_idle(const AnyExpertTensor& grad, index_t expert) {
+  if (!grad.empty()) lora::clear(grad[expert]);
+}
+
+template <class Kernel>
+void backward_down(Step<Kernel>& step, const BackwardRows<Kernel>& rows, const Gradients& grads) {
+  using E = typename Kernel::Compute;
+  auto& tasks = step.work.tasks;
+  tasks.clear();
+  for (const ExpertRows& expert : step.work.routing.active()) {
+    add_tasks(tasks, kDownGemm, expert, gemm::Blocking::kTokensPerTask, step.intermediate,
+              step.blocking.template cols_for<E>(step.hidden));
+  }
+  for (const ExpertRows& expert : step.work.routing.active()) {
+    const index_t cols = step.blocking.template cols_for<E>(expert.rows);
+    if (!grads.lora.down_a.empty()) add_tasks(tasks, kDownGradA, expert, expert.rows, step.intermediate, cols);
+    if (!grads.lora.down_b.empty()) add_tasks(tasks, kDownGradB, expert, expert.rows, step.hidden, cols);
+  }
+  if (!grads.lora.down_a.empty() || !grads.lora.down_b.empty()) {
+    add_idle_tasks(tasks, kDownIdle, step.work.routing, grads);
+  }
+
+  run_region(step, PhaseGroup::kBackwardDown, [&](Worker<Kernel>& worker, const Task& task) {
+    if (task.kind == kDownGemm) {
+      worker.time(Phase::kD3Gemm, [&] { backward_down_gemm(step, rows, worker, task); });
+      return;
+    }
+    worker.time(Phase::kD4LoraGrad, [&] {
+      if (task.kind == kDownGradA) {
+        backward_down_grad_a(step, rows, worker, task, grads);
+      } else if (task.kind == kDownGradB) {
+        backward_down_grad_b(step, rows, worker, task, grads);
+      } else {
+        clear_idle(grads.lora.down_a, task.idle_expert);
+        clear_idle(grads.lora.down_b, task.idle_expert);
+      }
+    });
+  });
+}
+
+template <class Kernel>
+void backward_activation(Step<Kernel>& step, const BackwardRows<Kernel>& rows) {
+  Workspace& work = step.work;
+  work.tasks.clear();
+  for (const ExpertRows& expert : work.routing.active()) {
+    add_tasks(work.tasks, 0, expert, gemm::Blocking::kRowChunk, 1, 1);
+  }
+  run_region(step, PhaseGroup::kBackwardActivation, [&](Worker<Kernel>& worker, const Task& task) {
+    const ExpertRows& expert = *task.expert;
+    const index_t first = expert.row_begin + task.row;
+    worker.time(Phase::kSiluBackward, [&] {
+      std::visit(
+          [&](const auto& activation) {
+            for (index_t row = first; row < first + task.rows; ++row) {
+              rows.weight_grad[row] = Kernel::Activation::backward(
+                  activation, rows.grad_h.row(row), step.saved.gate.row(row), step.saved.up.row(row),
+                  work.routing.weight_of_row()[row], step.intermediate, rows.grad_gate.row(row),
+                  rows.grad_up.row(row));
+            }
+          },
+          step.activation);
+    });
+    auto project = [&](Phase phase, const LoraAdapter& adapter, const auto& grad, const auto& v) {
+      if (adapter.rank() == 0) return;
+      worker.time(phase, [&] {
+        lora::project_gradient<Kernel>(worker.gemm, rows_of(grad, expert, task.row), task.rows,
+                                       adapter.b[expert.expert], adapter.scaling, rows_of(v, expert, task.row));
+      });
+    };
+    project(Phase::kGuLoraGate, step.lora.gate, rows.grad_gate, rows.v_gate);
+    project(Phase::kGuLoraUp, step.lora.up, rows.grad_up, rows.v_up);
+  });
+}
+
+enum GateUpTask : int { kBasePass, kGradA, kGradBGate, kGradBUp, kGateUpIdle };
+
+// grad_x rows = grad_g Wg + grad_u Wu + v_g Ag + v_u Au: one contraction, a block of columns.
+template <class Kernel>
+void backward_base_pass(Step<Kernel>& step, const BackwardRows<Kernel>& rows, Worker<Kernel>& worker,
+                        const Task& task) {
+  const ExpertRows& expert = *task.expert;
+  const index_t e = expert.expert;
+  std::array<gemm::NnTerm, 4> terms;
+  auto add = [&](std::size_t at, const auto& grad, const auto& weight, const auto& v,
+                 const LoraAdapter& adapter) {
+    terms[at] = {rows_of(grad, expert, task.row), gemm::AnyRows(weight).from(0, task.col), step.intermediate};
+    if (adapter.rank() == 0) return;
+    terms[at + 2] = {rows_of(v, expert, task.row), gemm::AnyRows(adapter.a[e]).from(0, task.col),
+                     adapter.rank()};
+  };
+  add(0, rows.grad_gate, step.weights.gate[e], rows.v_gate, step.lora.gate);
+  add(1, rows.grad_up, step.weights.up[e], rows.v_up, step.lora.up);
+  const MatrixView<float> to = rows_of(rows.grad_x, expert, task.row);
+  gemm::gemm_nn<Kernel>(worker.gemm, task.rows, task.cols, terms, [&](const gemm::Block& block) {
+    const arch::BlockTarget<float> target{
+        to.row(block.row) + task.col + block.col, to.row_stride, 1, false, 1.0F, nullptr};
+    Kernel::Rows::store(block.c, block.stride, block.rows, block.cols, target);
+  });
+}
+
+// grad_A of gate and up, a block of columns: v^T x, x packed once for both. A shared A gets the sum.
+template <class Kernel>
+void backward_grad_a(Step<Kernel>& step, const BackwardRows<Kernel>& rows, Worker<Kernel>& worker,
+                     const Task& task, const AnyConstMatrix& x, const Gradients& grads) {
+  const ExpertRows& expert = *task.expert;
+  const lora::GradientMode mode{grads.accumulate, grads.scale};
+  gemm::TokenPanels<Kernel> panels;
+  const gemm::Factor gate{rows_of(rows.v_gate, expert, 0), nullptr};
+  const gemm::Factor up{rows_of(rows.v_up, expert, 0), nullptr};
+  worker.time(Phase::kGuLoraGate, [&] {
+    const auto inputs = gemm::AnyRows(x).gathered(step.work.routing.token_of_row() + expert.row_begin);
+    panels = gemm::pack_tokens<Kernel>(worker.gemm, inputs.from(0, task.col), expert.rows, task.cols);
+    if (grads.lora.gate_a.empty()) return;
+    const AnyMatrix grad = grads.lora.gate_a[expert.expert];
+    if (step.lora.gate_up_share_a()) {
+      lora::gradient_a<Kernel>(worker.gemm, std::array<gemm::Factor, 2>{{gate, up}}, panels, task.col, grad,
+                               mode);
+    } else {
+      lora::gradient_a<Kernel>(worker.gemm, std::array<gemm::Factor, 1>{{gate}}, panels, task.col, grad, mode);
+    }
+  });
+  if (grads.lora.up_a.empty() || step.lora.gate_up_share_a()) return;
+  worker.time(Phase::kGuLoraUp, [&] {
+    lora::gradient_a<Kernel>(worker.gemm, std::array<gemm::Factor, 1>{{up}}, panels, task.col,
+                             grads.lora.up_a[expert.expert], mode);
+  });
+}
+
+// grad_B = grad^T u of gate or up, a block of rows.
+template <class Kernel>
+void backward_grad_b(Worker<Kernel>& worker, const Task& task, const MatrixView<typename Kernel::Stored>& grad,
+                     const MatrixView<typename Kernel::Stored>& u, const AnyExpertTensor& grad_b,
+                     const Gradients& grads) {
+  const ExpertRows& expert = *task.expert;
+  const auto panels = gemm::pack_tokens<Kernel>(
+      worker.gemm, gemm::AnyRows(rows_of(grad, expert, 0)).from(0, task.col), expert.rows, task.cols);
+  lora::gradient_b<Kernel>(worker.gemm, {rows_of(u, expert, 0), nullptr}, panels, task.col,
+                           grad_b[expert.expert], {grads.accumulate, grads.scale});
+}
+
+template <class Kernel>
+void add_gate_up_tasks(Step<Kernel>& step, const Gradients& grads) {
+  using E = typename Kernel::Compute;
+  auto& tasks = step.work.tasks;
+  const LoraGradients& to = grads.lora;
+  tasks.clear();
+  if (!grads.x.empty()) {
+    for (const ExpertRows& expert : step.work.routing.active()) {
+      add_tasks(tasks, kBasePass, expert, gemm::Blocking::kTokensPerTask, step.hidden,
+                step.blocking.template cols_for<E>(2 * step.intermediate));
+    }
+  }
+  for (const ExpertRows& expert : step.work.routing.active()) {
+    const index_t cols = step.blocking.template cols_for<E>(expert.rows);
+    if (!to.gate_a.empty() || !to.up_a.empty())
+      add_tasks(tasks, kGradA, expert, expert.rows, step.hidden, cols);
+    if (!to.gate_b.empty()) add_tasks(tasks, kGradBGate, expert, expert.rows, step.intermediate, cols);
+    if (!to.up_b.empty()) add_tasks(tasks, kGradBUp, expert, expert.rows, step.intermediate, cols);
+  }
+  if (!to.gate_a.empty() || !to.up_a.empty() || !to.gate_b.empty() || !to.up_b.empty()) {
+    add_idle_tasks(tasks, kGateUpIdle, step.work.routing, grads);
+  }
+}
+
+template <class Kernel>
+void backward_gate_up(Step<Kernel>& step, const BackwardRows<Kernel>& rows, const AnyConstMatrix& x,
+                      const Gradients& grads) {
+  add_gate_up_tasks(step, grads);
+  run_region(step, PhaseGroup::kBackwardGateUp, [&](Worker<Kernel>& worker, const Task& task) {
+    switch (task.kind) {
+      case kBasePass:
+        worker.time(Phase::kGuBasePass, [&] { backward_base_pass(step, rows, worker, task); });
+        break;
+      case kGradA:
+        backward_grad_a(step, rows, worker, task, x, grads);
+        break;
+      case kGradBGate:
+        worker.time(Phase::kGuLoraGate, [&] {
+          backward_grad_b(worker, task, rows.grad_gate, step.saved.u_gate, grads.lora.gate_b, grads);
+        });
+        break;
+      case kGradBUp:
+        worker.time(Phase::kGuLoraUp, [&] {
+          backward_grad_b(worker, task, rows.grad_up, step.saved.u_up, grads.lora.up_b, grads);
+        });
+        break;
+      default:
+        worker.time(Phase::kGuLoraGate, [&] {
+          clear_idle(grads.lora.gate_a, task.idle_expert);
+          clear_idle(grads.lora.gate_b, task.idle_expert);
+        });
+        worker.time(Phase::kGuLoraUp, [&] {
+          if (!step.lora.gate_up_share_a()) clear_idle(grads.lora.up_a, task.idle_expert);
+          clear_idle(grads.lora.up_b, task.idle_expert);
+        });
+    }
+  });
+}
+
+// grad_w of a token's routes; a skipped route's is zero.
+inline void store_weight_gradients(const RoutingTable& routing, const Task& task, index_t top_k,
+                                   const float* weight_grad, const AnyMatrix& out) {
+  out.visit([&](auto* data) {
+    using T = std::remove_pointer_t<decltype(data)>;
+    for (index_t t = task.row; t < task.row + task.rows; ++t) {
+      for (index_t j = 0; j < top_k; ++j) {
+        const std::int32_t row = routing.row_of_route()[t * top_k + j];
+        data[t * out.row_stride() + j * out.col_stride()] = from_float<T>(row < 0 ? 0.0F : weight_grad[row]);
+      }
+    }
+  });
+}
+
+template <class Kernel>
+void backward_sum_tokens(Step<Kernel>& step, const BackwardRows<Kernel>& rows, const Gradients& grads) {
+  step.work.tasks.clear();
+  if (!grads.x.empty() || !grads.routing_weights.empty()) add_token_tasks(step.work.tasks, step.tokens);
+  run_region(step, PhaseGroup::kBackwardGateUp, [&](Worker<Kernel>& worker, const Task& task) {
+    if (!grads.x.empty()) {
+      worker.time(Phase::kGu4SumTokens, [&] { sum_rows_of_tokens(step, task, rows.grad_x, grads.x); });
+    }
+    if (!grads.routing_weights.empty()) {
+      worker.time(Phase::kRoutingWeights, [&] {
+        store_weight_gradients(step.work.routing, task, step.top_k, rows.weight_grad, grads.routing_weights);
+      });
+    }
+  });
+}
+
+}  // namespace moe
+AMX_SFT_MOE_NAMESPACE_END

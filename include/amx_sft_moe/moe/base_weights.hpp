@@ -1,0 +1,17 @@
+// The frozen weights of the experts.
+#pragma once
+
+#include "amx_sft_moe/core/views.hpp"
+
+AMX_SFT_MOE_NAMESPACE_BEGIN
+
+// The frozen base weights, read where they lie and never copied. T is bf16 or float and must fit the kernel.
+// Fused gate_up [E, 2I, H], gate rows first: gate = {p, nullptr, 2I*H, I, H, H}, up the same from p + I*H.
+template <class T>
+struct BaseWeights {
+  ExpertMatrices<const T> gate;  // [I, H] per expert
+  ExpertMatrices<const T> up;    // [I, H]
+  ExpertMatrices<const T> down;  // [H, I]
+};
+
+AMX_SFT_MOE_NAMESPACE_END

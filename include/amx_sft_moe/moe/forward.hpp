@@ -1,0 +1,218 @@
+// The phases of a forward pass, in order. Each is one region of tasks; its end is a synchronisation point (4 in
+// all).
+//
+//   gather        x -> packed panels per expert;  u = s x A^T for gate and up
+//   gate_up       g = x Wg^T + u_g Bg^T, u likewise; h = act(g, u) -> packed panels; u_down = s h Ad^T
+//   down          w d = w (h Wd^T + u_d Bd^T) per route
+//   sum_tokens    y = sum over a token's routes
+#pragma once
+
+#include "amx_sft_moe/moe/step.hpp"
+
+AMX_SFT_MOE_NAMESPACE_BEGIN
+namespace moe {
+
+// x [T, H] of any dtype.
+template <class Kernel>
+void forward_gather(Step<Kernel>& step, const AnyConstMatrix& x) {
+  using E = typename Kernel::Compute;
+  Workspace& work = step.work;
+  const index_t panels = work.routing.panels() * arch::kPanelCols;
+  E* x_panels = work.x_panels.as<E>(panels * gemm::padded_k<Kernel>(step.hidden));
+  E* u_gate = work.u_gate_panels.as<E>(panels * gemm::padded_k<Kernel>(step.lora.gate.rank()));
+  E* u_up = work.u_up_panels.as<E>(panels * gemm::padded_k<Kernel>(step.lora.up.rank()));
+
+  work.tasks.clear();
+  for (const ExpertRows& expert : work.routing.active()) {
+    add_tasks(work.tasks, 0, expert, gemm::Blocking::kRowChunk, 1, 1);
+  }
+  run_region(step, PhaseGroup::kForwardGather, [&](Worker<Kernel>& worker, const Task& task) {
+    const ExpertRows& expert = *task.expert;
+    const auto packed = panels_of<Kernel>(x_panels, step.hidden, expert, task.row);
+    worker.time(Phase::kGather, [&] {
+      const auto rows = gemm::AnyRows(x).gathered(work.routing.token_of_row() + expert.row_begin + task.row);
+      rows.visit([&](const auto& source) {
+        Kernel::Rows::template pack_columns<E>(source, task.rows, step.hidden,
+                                               gemm::padded_k<Kernel>(step.hidden), packed.data,
+                                               packed.panel_stride);
+      });
+    });
+    worker.time(Phase::kLoraAForward, [&] {
+      auto project = [&](const LoraAdapter& adapter, E* buffer,
+                         const MatrixView<typename Kernel::Stored>& saved) {
+        if (adapter.rank() == 0) return;
+        lora::project<Kernel>(
+            worker.gemm, adapter.a[expert.expert], adapter.scaling, task.rows, read_only(packed),
+            {panels_of<Kernel>(buffer, adapter.rank(), expert, task.row), rows_of(saved, expert, task.row)});
+      };
+      project(step.lora.gate, u_gate, step.saved.u_gate);
+      project(step.lora.up, u_up, step.saved.u_up);
+    });
+  });
+}
+
+// The terms W x^T and B u^T of an adapted projection, for weight rows from `first` on.
+template <class Kernel>
+std::array<gemm::Term<typename Kernel::Compute>, 2> adapted_terms(
+    const MatrixView<const typename Kernel::Weight>& weight, const LoraAdapter& adapter, index_t expert,
+    index_t first, const gemm::Panels<typename Kernel::Compute>& x,
+    const gemm::Panels<typename Kernel::Compute>& u) {
+  std::array<gemm::Term<typename Kernel::Compute>, 2> terms;
+  terms[0] = {gemm::AnyRows(weight).from(first, 0), weight.cols, read_only(x)};
+  if (adapter.rank() > 0) {
+    terms[1] = {gemm::AnyRows(adapter.b[expert]).from(first, 0), adapter.rank(), read_only(u)};
+  }
+  return terms;
+}
+
+// Stores g and u for backward, applies the activation and packs h, block by block.
+template <class Kernel>
+void finish_gate_up_block(Step<Kernel>& step, const Task& task, const std::array<gemm::Block, 2>& blocks,
+                          const gemm::Panels<typename Kernel::Compute>& h) {
+  using E = typename Kernel::Compute;
+  using Stored = typename Kernel::Stored;
+  const gemm::Block& gate = blocks[0];  // [rows of W, tokens]
+  const gemm::Block& up = blocks[1];
+  const index_t first = task.col + gate.row;
+  if (step.saved.gate.data != nullptr) {
+    auto save = [&](const gemm::Block& block, const MatrixView<Stored>& to) {
+      const MatrixView<Stored> rows = rows_of(to, *task.expert, task.row + block.col);
+      const arch::BlockTarget<Stored> target{rows.data + first, 1, rows.row_stride, false, 1.0F, nullptr};
+      Kernel::Rows::store(block.c, block.stride, block.rows, block.cols, target);
+    };
+    save(gate, step.saved.gate);
+    save(up, step.saved.up);
+  }
+  std::visit(
+      [&](const auto& activation) {
+        for (index_t i = 0; i < gate.rows; ++i) {
+          float* row = gate.c + i * gate.stride;
+          Kernel::Activation::forward(activation, row, up.c + i * up.stride, gate.cols, row);
+        }
+      },
+      step.activation);
+  const bool last = first + gate.rows == step.intermediate;
+  const index_t padded = last ? gemm::padded_k<Kernel>(step.intermediate) - first : gate.rows;
+  Kernel::Rows::template pack_rows<E>(arch::RowSource<float>{gate.c, gate.stride, 1, nullptr}, gate.rows,
+                                      padded, gate.cols, 1.0F,
+                                      h.from_column(gate.col).data + first * arch::kPanelCols, h.panel_stride);
+}
+
+template <class Kernel>
+void forward_gate_up(Step<Kernel>& step) {
+  using E = typename Kernel::Compute;
+  Workspace& work = step.work;
+  const LoraWeights& lora = step.lora;
+  const index_t panels = work.routing.panels() * arch::kPanelCols;
+  E* x_panels = work.x_panels.as<E>(0);
+  E* u_gate = work.u_gate_panels.as<E>(0);
+  E* u_up = work.u_up_panels.as<E>(0);
+  E* h_panels = work.h_panels.as<E>(panels * gemm::padded_k<Kernel>(step.intermediate));
+  E* u_down = work.u_down_panels.as<E>(panels * gemm::padded_k<Kernel>(lora.down.rank()));
+
+  work.tasks.clear();
+  std::int32_t groups = 0;
+  for (const ExpertRows& expert : work.routing.active()) {
+    add_tasks(work.tasks, 0, expert, step.blocking.template tokens_for<E>(step.hidden), step.intermediate,
+              gemm::Blocking::kOutRows, &groups);
+  }
+  // u_down needs all of h for its tokens: whichever task finishes a group's last block goes on with it.
+  parallel::Countdown* unfinished = work.reserve_countdowns(groups);
+  const index_t blocks_per_group = ceil_div(step.intermediate, gemm::Blocking::kOutRows);
+  for (std::int32_t g = 0; g < groups; ++g) unfinished[g].reset(blocks_per_group);
+
+  run_region(step, PhaseGroup::kForwardGateUp, [&](Worker<Kernel>& worker, const Task& task) {
+    const ExpertRows& expert = *task.expert;
+    const index_t e = expert.expert;
+    const auto x = panels_of<Kernel>(x_panels, step.hidden, expert, task.row);
+    const auto h = panels_of<Kernel>(h_panels, step.intermediate, expert, task.row);
+    worker.time(Phase::kGateUpGemm, [&] {
+      const auto gate = adapted_terms<Kernel>(step.weights.gate[e], lora.gate, e, task.col, x,
+                                              panels_of<Kernel>(u_gate, lora.gate.rank(), expert, task.row));
+      const auto up = adapted_terms<Kernel>(step.weights.up[e], lora.up, e, task.col, x,
+                                            panels_of<Kernel>(u_up, lora.up.rank(), expert, task.row));
+      const std::array<std::span<const gemm::Term<E>>, 2> outputs{{gate, up}};
+      gemm::gemm_nt<Kernel>(
+          worker.gemm, task.cols, task.rows, outputs,
+          [&](const std::array<gemm::Block, 2>& blocks) { finish_gate_up_block(step, task, blocks, h); });
+    });
+    if (!unfinished[task.group].finish() || lora.down.rank() == 0) return;
+    worker.time(Phase::kLoraADownForward, [&] {
+      lora::project<Kernel>(worker.gemm, lora.down.a[e], lora.down.scaling, task.rows, read_only(h),
+                            {panels_of<Kernel>(u_down, lora.down.rank(), expert, task.row),
+                             rows_of(step.saved.u_down, expert, task.row)});
+    });
+  });
+}
+
+template <class Kernel>
+void forward_down(Step<Kernel>& step) {
+  using E = typename Kernel::Compute;
+  Workspace& work = step.work;
+  E* h_panels = work.h_panels.as<E>(0);
+  E* u_down = work.u_down_panels.as<E>(0);
+  const MatrixView<float> out = row_matrix<float>(work.out_rows, work.routing.routed_rows(), step.hidden);
+
+  work.tasks.clear();
+  for (const ExpertRows& expert : work.routing.active()) {
+    add_tasks(work.tasks, 0, expert, step.blocking.template tokens_for<E>(step.intermediate), step.hidden,
+              gemm::Blocking::kOutRows);
+  }
+  run_region(step, PhaseGroup::kForwardDown, [&](Worker<Kernel>& worker, const Task& task) {
+    const ExpertRows& expert = *task.expert;
+    const index_t e = expert.expert;
+    worker.time(Phase::kDownGemm, [&] {
+      const auto terms =
+          adapted_terms<Kernel>(step.weights.down[e], step.lora.down, e, task.col,
+                                panels_of<Kernel>(h_panels, step.intermediate, expert, task.row),
+                                panels_of<Kernel>(u_down, step.lora.down.rank(), expert, task.row));
+      const std::array<std::span<const gemm::Term<E>>, 1> outputs{{terms}};
+      const float* weights = work.routing.weight_of_row() + expert.row_begin + task.row;
+      const MatrixView<float> rows = rows_of(out, expert, task.row);
+      gemm::gemm_nt<Kernel>(
+          worker.gemm, task.cols, task.rows, outputs, [&](const std::array<gemm::Block, 1>& blocks) {
+            const gemm::Block& d = blocks[0];  // [rows of Wd, tokens]
+            const arch::BlockTarget<float> to{
+                rows.row(d.col) + task.col + d.row, 1, rows.row_stride, false, 1.0F, weights + d.col};
+            Kernel::Rows::store(d.c, d.stride, d.rows, d.cols, to);
+          });
+    });
+  });
+}
+
+// Tasks over tokens, not over an expert's rows.
+inline void add_token_tasks(std::vector<Task>& tasks, index_t tokens) {
+  for (index_t t = 0; t < tokens; t += gemm::Blocking::kTokenChunk) {
+    Task task;
+    task.row = t;
+    task.rows = std::min(gemm::Blocking::kTokenChunk, tokens - t);
+    tasks.push_back(task);
+  }
+}
+
+// out [T, H] = for each token the sum of its routes' rows, in fp32, rounded once.
+template <class Kernel>
+void sum_rows_of_tokens(Step<Kernel>& step, const Task& task, const MatrixView<float>& rows,
+                        const AnyMatrix& out) {
+  const std::int32_t* row_of_route = step.work.routing.row_of_route();
+  out.visit([&](auto* data) {
+    for (index_t t = task.row; t < task.row + task.rows; ++t) {
+      Kernel::Rows::sum_rows(rows.data, rows.row_stride, row_of_route + t * step.top_k, step.top_k, step.hidden,
+                             data + t * out.row_stride());
+    }
+  });
+}
+
+template <class Kernel>
+void forward_sum_tokens(Step<Kernel>& step, const AnyMatrix& y) {
+  const MatrixView<float> rows =
+      row_matrix<float>(step.work.out_rows, step.work.routing.routed_rows(), step.hidden);
+  step.work.tasks.clear();
+  add_token_tasks(step.work.tasks, step.tokens);
+  run_region(step, PhaseGroup::kForwardSum, [&](Worker<Kernel>& worker, const Task& task) {
+    worker.time(Phase::kSumTokens, [&] { sum_rows_of_tokens(step, task, rows, y); });
+  });
+}
+
+}  // namespace moe
+AMX_SFT_MOE_NAMESPACE_END

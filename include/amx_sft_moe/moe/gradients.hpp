@@ -1,0 +1,18 @@
+// Where a backward puts its results.
+#pragma once
+
+#include "amx_sft_moe/core/views.hpp"
+#include "amx_sft_moe/lora/adapter.hpp"
+
+AMX_SFT_MOE_NAMESPACE_BEGIN
+
+// Empty views are not wanted and not computed where that saves work.
+struct Gradients {
+  AnyMatrix x;                // grad_x [T, H], bf16 or fp32; overwritten
+  AnyMatrix routing_weights;  // grad_w [T, k], fp32 or bf16; overwritten
+  LoraGradients lora;
+  bool accumulate = false;  // lora gradients: add to what is there instead of overwriting
+  float scale = 1.0F;       // lora gradients: multiplied into this call's contribution
+};
+
+AMX_SFT_MOE_NAMESPACE_END

@@ -1,0 +1,20 @@
+// What a forward leaves for its backward: gate and up before the activation, LoRA's r-wide products, and the
+// inputs.
+#pragma once
+
+#include "amx_sft_moe/core/views.hpp"
+
+AMX_SFT_MOE_NAMESPACE_BEGIN
+
+// Rows are routed rows, sorted by expert, in the order of Routing's counting sort: S <= T k of them are used. T
+// is the kernel's `Stored` type (bf16 for bf16 weights, float for fp32 weights). Buffers are the caller's.
+template <class T>
+struct SavedActivations {
+  MatrixView<T> gate;    // g [S, I], before the activation
+  MatrixView<T> up;      // u [S, I]
+  MatrixView<T> u_gate;  // s x Ag^T [S, r_gate]; empty without an adapter
+  MatrixView<T> u_up;    // s x Au^T [S, r_up]
+  MatrixView<T> u_down;  // s h Ad^T [S, r_down]
+};
+
+AMX_SFT_MOE_NAMESPACE_END

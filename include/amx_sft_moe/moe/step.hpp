@@ -1,0 +1,126 @@
+// What the phases of one forward or backward share, and how a phase runs its tasks.
+#pragma once
+
+#include <utility>
+
+#include "amx_sft_moe/core/activation.hpp"
+#include "amx_sft_moe/gemm/blocking.hpp"
+#include "amx_sft_moe/gemm/forms.hpp"
+#include "amx_sft_moe/lora/products.hpp"
+#include "amx_sft_moe/moe/base_weights.hpp"
+#include "amx_sft_moe/moe/saved_activations.hpp"
+#include "amx_sft_moe/moe/workspace.hpp"
+#include "amx_sft_moe/profile/backward_timer.hpp"
+
+AMX_SFT_MOE_NAMESPACE_BEGIN
+
+namespace moe {
+
+// A row stride for the operator's own matrices that keeps neighbouring rows out of each other's L1 sets: rows 4
+// KiB apart would all compete for one.
+template <class T>
+constexpr index_t own_row_stride(index_t cols) {
+  constexpr index_t kLine = 64 / static_cast<index_t>(sizeof(T));
+  const index_t stride = round_up(cols, kLine);
+  return stride % (16 * kLine) == 0 ? stride + kLine : stride;
+}
+
+template <class Kernel>
+struct Step {
+  using Weight = typename Kernel::Weight;
+  using Stored = typename Kernel::Stored;
+  using Compute = typename Kernel::Compute;
+
+  index_t hidden = 0, intermediate = 0, top_k = 0, tokens = 0;
+  Activation activation;
+  BaseWeights<Weight> weights;
+  LoraWeights lora;
+  gemm::Blocking blocking;
+  int threads = 1;
+  Workspace& work;
+  StepTimer& timer;
+  SavedActivations<Stored> saved;  // of this step; null views in a forward that saves nothing
+};
+
+// A thread in a region: what it times, and what it brings to a GEMM.
+template <class Kernel>
+struct Worker {
+  ThreadTimer timer;
+  gemm::ThreadContext<Kernel> gemm;
+
+  Worker(StepTimer& step, int thread, gemm::Scratch& scratch) : timer(step, thread), gemm{{}, scratch} {}
+
+  // Runs `work` as part of `phase`.
+  template <class F>
+  void time(Phase phase, F&& work) {
+    timer.begin(phase);
+    std::forward<F>(work)();
+    BACKWARD_TIMER_CHECKPOINT(timer, phase);
+  }
+};
+
+// One parallel region over step.work.tasks: run(worker, task) on some thread for each. Its end is a
+// synchronisation point; without tasks there is none.
+template <class Kernel, class Run>
+void run_region(Step<Kernel>& step, PhaseGroup group, Run&& run) {
+  const auto& tasks = step.work.tasks;
+  if (tasks.empty()) return;
+  BACKWARD_TIMER_START(step.timer, group, step.threads);
+  parallel::run_tasks(step.threads, static_cast<index_t>(tasks.size()), [&](int thread) {
+    // The lambda is the worker's call operator; the Worker lives in it, on its thread, until no task is left.
+    return
+        [&, worker = Worker<Kernel>(step.timer, thread, step.work.scratch[static_cast<std::size_t>(thread)])](
+            index_t i) mutable { run(worker, tasks[static_cast<std::size_t>(i)]); };
+  });
+  BACKWARD_TIMER_END(step.timer);
+}
+
+// Appends tasks of `kind` that cut [rows, cols] of `expert` into rectangles. Tasks of the same rows share a
+// group.
+inline void add_tasks(std::vector<Task>& tasks, int kind, const ExpertRows& expert, index_t row_step,
+                      index_t cols, index_t col_step, std::int32_t* groups = nullptr) {
+  for (index_t row = 0; row < expert.rows; row += row_step) {
+    for (index_t col = 0; col < cols; col += col_step) {
+      Task task;
+      task.kind = kind;
+      task.group = groups == nullptr ? 0 : *groups;
+      task.expert = &expert;
+      task.row = row;
+      task.rows = std::min(row_step, expert.rows - row);
+      task.col = col;
+      task.cols = std::min(col_step, cols - col);
+      tasks.push_back(task);
+    }
+    if (groups != nullptr) ++*groups;
+  }
+}
+
+// The panels of an expert's rows from `row` (a multiple of 16) on, in a buffer [P, k padded, 16].
+template <class Kernel>
+gemm::Panels<typename Kernel::Compute> panels_of(typename Kernel::Compute* buffer, index_t k,
+                                                 const ExpertRows& expert, index_t row) {
+  const index_t stride = gemm::padded_k<Kernel>(k) * arch::kPanelCols;
+  return {buffer + (expert.panel_begin + row / arch::kPanelCols) * stride, stride};
+}
+
+template <class E>
+gemm::Panels<const E> read_only(const gemm::Panels<E>& panels) {
+  return {panels.data, panels.panel_stride};
+}
+
+// Rows [expert.row_begin + row, ...) of a matrix over routed rows.
+template <class T>
+MatrixView<T> rows_of(const MatrixView<T>& all, const ExpertRows& expert, index_t row) {
+  if (all.data == nullptr) return all;
+  return {all.row(expert.row_begin + row), expert.rows - row, all.cols, all.row_stride};
+}
+
+// A matrix of the workspace over the routed rows.
+template <class T>
+MatrixView<T> row_matrix(gemm::Buffer& buffer, index_t rows, index_t cols) {
+  const index_t stride = own_row_stride<T>(cols);
+  return {buffer.as<T>(rows * stride), rows, cols, stride};
+}
+
+}  // namespace moe
+AMX_SFT_MOE_NAMESPACE_END

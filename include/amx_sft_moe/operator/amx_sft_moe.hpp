@@ -1,0 +1,214 @@
+// AMX_SFT_MOE<Kernel>: the expert part of one Mixture-of-Experts layer with LoRA, forward and backward.
+//
+//     amx_sft_moe::AMX_SFT_MOE<amx_sft_moe::kernels::Avx512Bf16> moe(config, weights, lora);
+//     moe.forward_sft(routing, x, y);            // y [T, H]
+//     moe.backward(grad_y, grads);               // grad_x, routing weights, LoRA factors
+//
+// Threading: an object serves one caller at a time (a second one gets a StateError); different objects are
+// independent unless they share a workspace. Inside, OpenMP threads. Errors: ArgumentError, StateError,
+// KernelError, std::bad_alloc; the object stays usable and a refused call changes nothing. Results depend on
+// inputs and kernel only: the same bits for every number of threads.
+#pragma once
+
+#include <memory>
+#include <utility>
+
+#include "amx_sft_moe/moe/backward.hpp"
+#include "amx_sft_moe/operator/saved_stack.hpp"
+#include "amx_sft_moe/operator/validate.hpp"
+#include "amx_sft_moe/profile/timer_output.hpp"
+
+AMX_SFT_MOE_NAMESPACE_BEGIN
+
+struct MemoryReport {
+  index_t workspace_bytes = 0;  // shared by all who share the workspace
+  index_t saved_bytes = 0;      // the stack of saved activations, in use or kept for reuse
+};
+
+template <class Kernel>
+class AMX_SFT_MOE {
+ public:
+  using Weight = typename Kernel::Weight;
+  using Stored = typename Kernel::Stored;
+
+  // Views are kept, not what they point to: weights and factors must outlive their use. Layers that run one
+  // after another may share a workspace. Throws KernelError where this CPU cannot run the kernel.
+  AMX_SFT_MOE(Config config, BaseWeights<Weight> weights, LoraWeights lora = {},
+              std::shared_ptr<Workspace> workspace = nullptr)
+      : config_(std::move(config)),
+        blocking_(gemm::Blocking::of_this_machine()),
+        workspace_(workspace ? std::move(workspace) : std::make_shared<Workspace>()),
+        stack_((validate::config(config_), config_.cache_depth)),
+        timer_output_(TimerOutput::from_environment()) {
+    if (const std::string why = Kernel::refusal(); !why.empty()) {
+      throw KernelError(concat("kernel ", Kernel::kName, ": ", why));
+    }
+    set_base(weights);
+    set_lora(lora);
+  }
+
+  void set_base(const BaseWeights<Weight>& weights) {
+    const InUse guard(*this);
+    validate::base_weights(weights, config_);
+    weights_ = weights;
+  }
+
+  // Factors are read anew in each call: after an optimiser's step there is nothing to do.
+  void set_lora(const LoraWeights& lora) {
+    const InUse guard(*this);
+    validate::lora_weights(lora, config_);
+    lora_ = lora;
+  }
+
+  // y [T, H] = the experts' output. With save_for_backward, what backward needs is pushed on the operator's
+  // stack.
+  void forward_sft(const Routing& routing, const AnyConstMatrix& x, const AnyMatrix& y,
+                   bool save_for_backward = true) {
+    const InUse guard(*this);
+    check_forward(routing, x, y);
+    if (!save_for_backward) return run_forward(routing, x, y, {});
+    SavedForward<Stored>& entry = stack_.next();
+    entry.reserve(routing, config_, lora_);
+    run_forward(routing, x, y, entry.activations());
+    entry.template keep_inputs<typename Kernel::Rows>(routing, x);
+    stack_.push();
+  }
+
+  // The same with the caller's buffers, of T k rows (or as many as are routed). Nothing is pushed.
+  void forward_sft(const Routing& routing, const AnyConstMatrix& x, const AnyMatrix& y,
+                   const SavedActivations<Stored>& saved) {
+    const InUse guard(*this);
+    check_forward(routing, x, y);
+    run_forward(routing, x, y, saved, /*check_saved=*/true);
+  }
+
+  // Gradients of the last forward that waits on the stack. Its entry is popped when the call succeeds.
+  void backward(const AnyConstMatrix& grad_y, const Gradients& grads) {
+    const InUse guard(*this);
+    const SavedForward<Stored>& entry = stack_.top();
+    run_backward(entry.routing(), entry.x(), entry.activations(), grad_y, grads);
+    stack_.pop();
+  }
+
+  // The same for a forward whose inputs and activations the caller kept.
+  void backward(const Routing& routing, const AnyConstMatrix& x, const SavedActivations<Stored>& saved,
+                const AnyConstMatrix& grad_y, const Gradients& grads) {
+    const InUse guard(*this);
+    validate::routing(routing, config_);
+    validate::matrix("x", x, routing.tokens, config_.hidden_size, true);
+    run_backward(routing, x, saved, grad_y, grads);
+  }
+
+  // Forgets all forwards that wait for their backward.
+  void clear() {
+    const InUse guard(*this);
+    stack_.clear();
+  }
+  index_t saved_depth() const { return stack_.size(); }
+
+  const Config& config() const { return config_; }
+  const LoraWeights& lora() const { return lora_; }
+  const StepRecord& last_forward() const { return forward_record_; }
+  const StepRecord& last_backward() const { return backward_record_; }
+  // The last step as users of published profiles know it (profile/dump.hpp).
+  std::string backward_text() const {
+    return text_dump(backward_record_, {StepKind::kBackward, config_.name, Kernel::kName});
+  }
+  MemoryReport memory() const { return {workspace_->bytes(), stack_.bytes()}; }
+
+ private:
+  // Marks the operator and its workspace as in use by the calling thread.
+  class InUse {
+   public:
+    explicit InUse(AMX_SFT_MOE& moe) : moe_(moe) {
+      if (moe_.in_use_.exchange(true, std::memory_order_acquire)) {
+        throw StateError("operator: expected one caller at a time, got a call while another thread is in it");
+      }
+      if (moe_.workspace_->in_use.exchange(true, std::memory_order_acquire)) {
+        moe_.in_use_.store(false, std::memory_order_release);
+        throw StateError(
+            "workspace: expected one caller at a time, got a call while another layer is using it");
+      }
+    }
+    InUse(const InUse&) = delete;
+    InUse& operator=(const InUse&) = delete;
+    ~InUse() {
+      moe_.workspace_->in_use.store(false, std::memory_order_release);
+      moe_.in_use_.store(false, std::memory_order_release);
+    }
+
+   private:
+    AMX_SFT_MOE& moe_;
+  };
+
+  void check_forward(const Routing& routing, const AnyConstMatrix& x, const AnyMatrix& y) const {
+    validate::routing(routing, config_);
+    validate::matrix("x", x, routing.tokens, config_.hidden_size, true);
+    validate::matrix("y", y, routing.tokens, config_.hidden_size, true);
+  }
+
+  moe::Step<Kernel> begin_step(const Routing& routing, const SavedActivations<Stored>& saved,
+                               StepTimer& timer) {
+    const int threads = config_.num_threads > 0 ? config_.num_threads : parallel::default_num_threads();
+    workspace_->reserve_threads(threads);
+    workspace_->routing.build(routing.expert_ids, routing.weights, routing.tokens, config_.top_k,
+                              config_.num_experts);
+    timer.set_routed_rows(workspace_->routing.routed_rows());
+    return {config_.hidden_size,
+            config_.intermediate_size,
+            config_.top_k,
+            routing.tokens,
+            config_.activation,
+            weights_,
+            lora_,
+            blocking_,
+            threads,
+            *workspace_,
+            timer,
+            saved};
+  }
+
+  void run_forward(const Routing& routing, const AnyConstMatrix& x, const AnyMatrix& y,
+                   const SavedActivations<Stored>& saved, bool check_saved = false) {
+    {
+      StepTimer timer(forward_record_, routing.tokens);
+      auto step = begin_step(routing, saved, timer);
+      if (check_saved) validate::saved_activations(saved, workspace_->routing.routed_rows(), config_, lora_);
+      moe::forward_gather(step, x);
+      moe::forward_gate_up(step);
+      moe::forward_down(step);
+      moe::forward_sum_tokens(step, y);
+    }
+    timer_output_.write(forward_record_, {StepKind::kForward, config_.name, Kernel::kName});
+  }
+
+  void run_backward(const Routing& routing, const AnyConstMatrix& x, const SavedActivations<Stored>& saved,
+                    const AnyConstMatrix& grad_y, const Gradients& grads) {
+    validate::matrix("grad_y", grad_y, routing.tokens, config_.hidden_size, true);
+    validate::gradients(grads, routing.tokens, config_, lora_);
+    {
+      StepTimer timer(backward_record_, routing.tokens);
+      auto step = begin_step(routing, saved, timer);
+      validate::saved_activations(saved, workspace_->routing.routed_rows(), config_, lora_);
+      const moe::BackwardRows<Kernel> rows(step);
+      moe::backward_scatter(step, rows, grad_y);
+      moe::backward_down(step, rows, grads);
+      moe::backward_activation(step, rows);
+      moe::backward_gate_up(step, rows, x, grads);
+      moe::backward_sum_tokens(step, rows, grads);
+    }
+    timer_output_.write(backward_record_, {StepKind::kBackward, config_.name, Kernel::kName});
+  }
+
+  Config config_;
+  gemm::Blocking blocking_;
+  std::shared_ptr<Workspace> workspace_;
+  SavedStack<Stored> stack_;
+  BaseWeights<Weight> weights_;
+  LoraWeights lora_;
+  StepRecord forward_record_, backward_record_;
+  TimerOutput timer_output_;
+  std::atomic<bool> in_use_{false};
+};
+
+AMX_SFT_MOE_NAMESPACE_END

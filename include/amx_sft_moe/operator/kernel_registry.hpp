@@ -1,0 +1,164 @@
+// Kernels by name: what this CPU can run, which one "auto" means, and an operator for it.
+#pragma once
+
+#include <cstdlib>
+#include <memory>
+#include <string>
+#include <string_view>
+#include <utility>
+#include <vector>
+
+#include "amx_sft_moe/kernels/amx_bf16.hpp"
+#include "amx_sft_moe/kernels/avx512.hpp"
+#include "amx_sft_moe/kernels/avx512_bf16.hpp"
+#include "amx_sft_moe/kernels/portable.hpp"
+#include "amx_sft_moe/operator/any_sft_moe.hpp"
+
+AMX_SFT_MOE_NAMESPACE_BEGIN
+
+// One kernel for one element type of the base weights.
+struct KernelInfo {
+  std::string_view name;
+  DType weights;
+  bool available = false;
+  std::string why_not;  // empty where available
+};
+
+namespace registry {
+
+template <class Kernel>
+class TypedSftMoe final : public AnySftMoe {
+ public:
+  using Stored = typename Kernel::Stored;
+  using Weight = typename Kernel::Weight;
+
+  TypedSftMoe(const Config& config, const AnyBaseWeights& weights, const LoraWeights& lora,
+              std::shared_ptr<Workspace> workspace)
+      : moe_(config, typed(weights), lora, std::move(workspace)) {}
+
+  std::string_view kernel_name() const override { return Kernel::kName; }
+  DType weight_dtype() const override { return kDTypeOf<Weight>; }
+  DType stored_dtype() const override { return kDTypeOf<Stored>; }
+  const Config& config() const override { return moe_.config(); }
+  const LoraWeights& lora() const override { return moe_.lora(); }
+  void set_base(const AnyBaseWeights& weights) override { moe_.set_base(typed(weights)); }
+  void set_lora(const LoraWeights& lora) override { moe_.set_lora(lora); }
+
+  void forward_sft(const Routing& routing, const AnyConstMatrix& x, const AnyMatrix& y, bool save) override {
+    moe_.forward_sft(routing, x, y, save);
+  }
+  void backward(const AnyConstMatrix& grad_y, const Gradients& grads) override { moe_.backward(grad_y, grads); }
+  void forward_sft(const Routing& routing, const AnyConstMatrix& x, const AnyMatrix& y,
+                   const AnySavedActivations& saved) override {
+    moe_.forward_sft(routing, x, y, typed(saved));
+  }
+  void backward(const Routing& routing, const AnyConstMatrix& x, const AnySavedActivations& saved,
+                const AnyConstMatrix& grad_y, const Gradients& grads) override {
+    moe_.backward(routing, x, typed(saved), grad_y, grads);
+  }
+
+  void clear() override { moe_.clear(); }
+  index_t saved_depth() const override { return moe_.saved_depth(); }
+  const StepRecord& last_forward() const override { return moe_.last_forward(); }
+  const StepRecord& last_backward() const override { return moe_.last_backward(); }
+  MemoryReport memory() const override { return moe_.memory(); }
+
+ private:
+  static const BaseWeights<Weight>& typed(const AnyBaseWeights& weights) {
+    if (const auto* fitting = std::get_if<BaseWeights<Weight>>(&weights)) return *fitting;
+    const bool got_bf16 = std::holds_alternative<BaseWeights<bf16>>(weights);
+    throw ArgumentError(concat("weights: expected ", name_of(kDTypeOf<Weight>), " for kernel ", Kernel::kName,
+                               ", got ", name_of(got_bf16 ? DType::kBf16 : DType::kFp32)));
+  }
+  static MatrixView<Stored> typed(std::string_view name, const AnyMatrix& m) {
+    if (m.empty()) return {nullptr, m.rows(), m.cols(), m.row_stride()};
+    require_equal(concat(name, ".dtype"), name_of(kDTypeOf<Stored>), name_of(m.dtype()));
+    require_equal(concat(name, ".col_stride"), index_t{1}, m.col_stride());
+    MatrixView<Stored> view{nullptr, m.rows(), m.cols(), m.row_stride()};
+    m.visit([&view](auto* data) {
+      if constexpr (std::is_same_v<decltype(data), Stored*>) view.data = data;
+    });
+    return view;
+  }
+  static SavedActivations<Stored> typed(const AnySavedActivations& saved) {
+    return {typed("saved.gate", saved.gate), typed("saved.up", saved.up), typed("saved.u_gate", saved.u_gate),
+            typed("saved.u_up", saved.u_up), typed("saved.u_down", saved.u_down)};
+  }
+
+  AMX_SFT_MOE<Kernel> moe_;
+};
+
+// Calls f.template operator()<Kernel>() for every kernel of this binary. To add a kernel, add its header and
+// its line.
+template <class F>
+void for_each_kernel(F&& f) {
+  f.template operator()<kernels::AmxBf16>();
+  f.template operator()<kernels::Avx512Bf16>();
+  f.template operator()<kernels::Avx512<bf16>>();
+  f.template operator()<kernels::Avx512<float>>();
+  f.template operator()<kernels::Portable<bf16>>();
+  f.template operator()<kernels::Portable<float>>();
+}
+
+inline std::string available_names(const std::vector<KernelInfo>& kernels, DType weights) {
+  std::string names;
+  for (const KernelInfo& kernel : kernels) {
+    if (kernel.available && kernel.weights == weights) names += concat(names.empty() ? "" : ", ", kernel.name);
+  }
+  return names;
+}
+
+}  // namespace registry
+
+// All kernels, the best for this CPU first: AMX, then whichever of VDPBF16PS and fp32 FMA has the higher peak
+// here.
+inline std::vector<KernelInfo> list_kernels() {
+  std::vector<KernelInfo> kernels;
+  registry::for_each_kernel([&kernels]<class Kernel>() {
+    std::string why = Kernel::refusal();
+    kernels.push_back({Kernel::kName, kDTypeOf<typename Kernel::Weight>, why.empty(), std::move(why)});
+  });
+  if (arch::cpu_features().slow_dpbf16) std::swap(kernels[1], kernels[2]);
+  return kernels;
+}
+
+// A name of list_kernels(). `kernel` is such a name or "auto": then the environment variable AMX_SFT_MOE_KERNEL
+// where it is set, else the best available. Throws KernelError, which lists what is available.
+inline std::string resolve_kernel(std::string_view kernel, DType weights) {
+  std::string wanted(kernel);
+  std::string_view source = "kernel";
+  if (wanted == "auto") {
+    const char* variable = std::getenv("AMX_SFT_MOE_KERNEL");
+    if (variable != nullptr && *variable != '\0') {
+      wanted = variable;
+      source = "AMX_SFT_MOE_KERNEL";
+    }
+  }
+  const std::vector<KernelInfo> kernels = list_kernels();
+  std::string why = "no such kernel";
+  for (const KernelInfo& info : kernels) {
+    const bool asked = wanted == "auto" || wanted == info.name;
+    if (asked && info.weights == weights && info.available) return std::string(info.name);
+    if (wanted == info.name && why == "no such kernel")
+      why = concat("it does not take ", name_of(weights), " weights");
+    if (wanted == info.name && info.weights == weights && !info.available) why = info.why_not;
+  }
+  throw KernelError(concat(source, ": expected one of ", registry::available_names(kernels, weights), " (for ",
+                           name_of(weights), " weights on this CPU) or auto, got ", wanted, ": ", why));
+}
+
+// An operator for `kernel` (see resolve_kernel) and the type of `weights`.
+inline std::unique_ptr<AnySftMoe> make_sft_moe(std::string_view kernel, const Config& config,
+                                               const AnyBaseWeights& weights, const LoraWeights& lora = {},
+                                               std::shared_ptr<Workspace> workspace = nullptr) {
+  const DType dtype = std::holds_alternative<BaseWeights<bf16>>(weights) ? DType::kBf16 : DType::kFp32;
+  const std::string name = resolve_kernel(kernel, dtype);
+  std::unique_ptr<AnySftMoe> made;
+  registry::for_each_kernel([&]<class Kernel>() {
+    if (Kernel::kName != name || kDTypeOf<typename Kernel::Weight> != dtype) return;
+    made = std::make_unique<registry::TypedSftMoe<Kernel>>(config, weights, lora, workspace);
+  });
+  return made;
+}
+
+AMX_SFT_MOE_NAMESPACE_END

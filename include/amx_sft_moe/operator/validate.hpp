@@ -1,0 +1,165 @@
+// The contract's checks. Each names the argument and both values, and runs before anything is changed.
+#pragma once
+
+#include <cmath>
+#include <limits>
+
+#include "amx_sft_moe/moe/base_weights.hpp"
+#include "amx_sft_moe/moe/gradients.hpp"
+#include "amx_sft_moe/moe/saved_activations.hpp"
+#include "amx_sft_moe/operator/config.hpp"
+
+AMX_SFT_MOE_NAMESPACE_BEGIN
+namespace validate {
+
+inline void config(const Config& config) {
+  require_at_least("num_experts", 1, config.num_experts);
+  require_at_least("top_k", 1, config.top_k);
+  require_at_least("hidden_size", 1, config.hidden_size);
+  require_at_least("intermediate_size", 1, config.intermediate_size);
+  require_at_least("cache_depth", 1, config.cache_depth);
+  require_at_least("num_threads", 0, config.num_threads);
+  if (config.max_tokens) require_at_least("max_tokens", 0, *config.max_tokens);
+  if (const auto* clamped = std::get_if<ClampedGlu>(&config.activation)) {
+    if (!(clamped->limit > 0.0F)) {
+      throw ArgumentError(concat("activation.limit: expected a positive number, got ", clamped->limit));
+    }
+    if (!std::isfinite(clamped->alpha)) {
+      throw ArgumentError(concat("activation.alpha: expected a finite number, got ", clamped->alpha));
+    }
+  }
+}
+
+template <class T>
+void expert_matrices(std::string_view name, const ExpertMatrices<const T>& matrices, index_t experts,
+                     index_t rows, index_t cols) {
+  require_equal(concat(name, ".rows"), rows, matrices.rows);
+  require_equal(concat(name, ".cols"), cols, matrices.cols);
+  require_at_least(concat(name, ".row_stride"), cols, matrices.row_stride);
+  if (matrices.pointers == nullptr) return require_pointer(name, matrices.base);
+  for (index_t e = 0; e < experts; ++e) require_pointer(concat(name, "[", e, "]"), matrices.pointers[e]);
+}
+
+template <class T>
+void base_weights(const BaseWeights<T>& weights, const Config& config) {
+  const index_t hidden = config.hidden_size;
+  const index_t intermediate = config.intermediate_size;
+  expert_matrices<T>("weights.gate", weights.gate, config.num_experts, intermediate, hidden);
+  expert_matrices<T>("weights.up", weights.up, config.num_experts, intermediate, hidden);
+  expert_matrices<T>("weights.down", weights.down, config.num_experts, hidden, intermediate);
+}
+
+template <bool Const>
+void expert_tensor(std::string_view name, const BasicAnyExpertTensor<Const>& tensor, index_t experts,
+                   index_t rows, index_t cols) {
+  require_equal(concat(name, ".experts"), experts, tensor.experts());
+  require_equal(concat(name, ".rows"), rows, tensor.rows());
+  require_equal(concat(name, ".cols"), cols, tensor.cols());
+}
+
+inline void adapter(std::string_view name, const LoraAdapter& adapter, index_t experts, index_t in,
+                    index_t out) {
+  if (adapter.rank() == 0) {
+    if (adapter.a.empty() && !adapter.b.empty() && adapter.b.cols() != 0) {
+      throw ArgumentError(concat(name, ".a: expected a factor beside ", name, ".b, got null"));
+    }
+    return;
+  }
+  if (adapter.b.empty())
+    throw ArgumentError(concat(name, ".b: expected a factor beside ", name, ".a, got null"));
+  expert_tensor(concat(name, ".a"), adapter.a, experts, adapter.rank(), in);
+  expert_tensor(concat(name, ".b"), adapter.b, experts, out, adapter.rank());
+  if (!std::isfinite(adapter.scaling)) {
+    throw ArgumentError(concat(name, ".scaling: expected a finite number, got ", adapter.scaling));
+  }
+}
+
+inline void lora_weights(const LoraWeights& lora, const Config& config) {
+  adapter("lora.gate", lora.gate, config.num_experts, config.hidden_size, config.intermediate_size);
+  adapter("lora.up", lora.up, config.num_experts, config.hidden_size, config.intermediate_size);
+  adapter("lora.down", lora.down, config.num_experts, config.intermediate_size, config.hidden_size);
+}
+
+// [rows, cols]; an output's rows must not overlap.
+template <bool Const>
+void matrix(std::string_view name, const BasicAnyMatrix<Const>& m, index_t rows, index_t cols,
+            bool adjacent_columns) {
+  require_equal(concat(name, ".rows"), rows, m.rows());
+  require_equal(concat(name, ".cols"), cols, m.cols());
+  if (rows == 0) return;
+  require_pointer(name, m.empty() ? nullptr : &m);
+  if (adjacent_columns) require_equal(concat(name, ".col_stride"), index_t{1}, m.col_stride());
+  if (Const) {
+    require_at_least(concat(name, ".row_stride"), 0, m.row_stride());
+  } else if (rows > 1 && adjacent_columns) {
+    require_at_least(concat(name, ".row_stride"), cols, m.row_stride());
+  }
+}
+
+inline void routing(const Routing& routing, const Config& config) {
+  require_at_least("routing.tokens", 0, routing.tokens);
+  if (config.max_tokens && routing.tokens > *config.max_tokens) {
+    throw ArgumentError(
+        concat("routing.tokens: expected at most max_tokens = ", *config.max_tokens, ", got ", routing.tokens));
+  }
+  const index_t most = std::numeric_limits<std::int32_t>::max() / config.top_k;
+  if (routing.tokens > most) {
+    throw ArgumentError(concat("routing.tokens: expected at most ", most,
+                               " (tokens x top_k is counted in 32 bits), got ", routing.tokens));
+  }
+  if (routing.tokens > 0) {
+    require_pointer("routing.expert_ids", routing.expert_ids.empty() ? nullptr : &routing);
+    require_at_least("routing.expert_ids.row_stride", 0, routing.expert_ids.row_stride());
+  }
+  matrix("routing.weights", routing.weights, routing.tokens, config.top_k, false);
+}
+
+template <class T>
+void saved_matrix(std::string_view name, const MatrixView<T>& m, index_t rows, index_t cols) {
+  if (rows == 0 || cols == 0) return;
+  require_pointer(name, m.data);
+  require_at_least(concat(name, ".rows"), rows, m.rows);
+  require_equal(concat(name, ".cols"), cols, m.cols);
+  require_at_least(concat(name, ".row_stride"), cols, m.row_stride);
+}
+
+template <class T>
+void saved_activations(const SavedActivations<T>& saved, index_t routed_rows, const Config& config,
+                       const LoraWeights& lora) {
+  saved_matrix("saved.gate", saved.gate, routed_rows, config.intermediate_size);
+  saved_matrix("saved.up", saved.up, routed_rows, config.intermediate_size);
+  saved_matrix("saved.u_gate", saved.u_gate, routed_rows, lora.gate.rank());
+  saved_matrix("saved.u_up", saved.u_up, routed_rows, lora.up.rank());
+  saved_matrix("saved.u_down", saved.u_down, routed_rows, lora.down.rank());
+}
+
+inline void gradient(std::string_view name, const AnyExpertTensor& grad,
+                     const AnyConstExpertTensor& parameter) {
+  if (grad.empty()) return;
+  if (parameter.empty()) throw ArgumentError(concat(name, ": expected none (no such adapter), got a tensor"));
+  expert_tensor(name, grad, parameter.experts(), parameter.rows(), parameter.cols());
+}
+
+inline void gradients(const Gradients& grads, index_t tokens, const Config& config, const LoraWeights& lora) {
+  if (!grads.x.empty()) matrix("grads.x", grads.x, tokens, config.hidden_size, true);
+  if (!grads.routing_weights.empty()) {
+    matrix("grads.routing_weights", grads.routing_weights, tokens, config.top_k, false);
+  }
+  gradient("grads.lora.gate_a", grads.lora.gate_a, lora.gate.a);
+  gradient("grads.lora.gate_b", grads.lora.gate_b, lora.gate.b);
+  gradient("grads.lora.up_a", grads.lora.up_a, lora.up.a);
+  gradient("grads.lora.up_b", grads.lora.up_b, lora.up.b);
+  gradient("grads.lora.down_a", grads.lora.down_a, lora.down.a);
+  gradient("grads.lora.down_b", grads.lora.down_b, lora.down.b);
+  if (lora.gate_up_share_a() && !grads.lora.up_a.empty()) {
+    throw ArgumentError(
+        "grads.lora.up_a: expected none (gate and up share one A, grads.lora.gate_a receives the sum), "
+        "got a tensor");
+  }
+  if (!std::isfinite(grads.scale)) {
+    throw ArgumentError(concat("grads.scale: expected a finite number, got ", grads.scale));
+  }
+}
+
+}  // namespace validate
+AMX_SFT_MOE_NAMESPACE_END

@@ -1,0 +1,88 @@
+// Task-parallel regions: the only place in the library that knows OpenMP.
+//
+// A region runs tasks 0..n-1 on a team of threads, each taken by the next free thread. Results must not depend
+// on who takes which task. Its end is a synchronisation point. Exceptions thrown by a task end the region early
+// and are rethrown, the first one, on the calling thread.
+#pragma once
+
+#include <atomic>
+#include <exception>
+#include <mutex>
+
+#ifdef _OPENMP
+#include <omp.h>
+#endif
+
+#include "amx_sft_moe/core/element.hpp"
+
+AMX_SFT_MOE_NAMESPACE_BEGIN
+namespace parallel {
+
+inline int default_num_threads() {
+#ifdef _OPENMP
+  return omp_get_max_threads();
+#else
+  return 1;
+#endif
+}
+
+class FirstError {
+ public:
+  bool raised() const { return raised_.load(std::memory_order_relaxed); }
+  void capture() noexcept {
+    const std::lock_guard lock(mutex_);
+    if (!error_) error_ = std::current_exception();
+    raised_.store(true, std::memory_order_relaxed);
+  }
+  void rethrow() const {
+    if (error_) std::rethrow_exception(error_);
+  }
+
+ private:
+  std::mutex mutex_;
+  std::exception_ptr error_;
+  std::atomic<bool> raised_{false};
+};
+
+// make_worker(thread) is called once on each thread of the team (0 <= thread < num_threads) and returns an
+// object whose call operator takes a task's index; the object is destroyed on its thread when no task is left.
+template <class MakeWorker>
+void run_tasks(int num_threads, index_t tasks, MakeWorker&& make_worker) {
+  std::atomic<index_t> next{0};
+  FirstError error;
+  auto work = [&](int thread) noexcept {
+    try {
+      auto worker = make_worker(thread);
+      for (;;) {
+        const index_t task = next.fetch_add(1, std::memory_order_relaxed);
+        if (task >= tasks || error.raised()) break;
+        worker(task);
+      }
+    } catch (...) {
+      error.capture();
+    }
+  };
+#ifdef _OPENMP
+  // A nested or restricted OpenMP may grant fewer threads: the counter hands out all tasks all the same.
+#pragma omp parallel num_threads(num_threads) if (num_threads > 1)
+  work(omp_get_thread_num());
+#else
+  (void)num_threads;
+  work(0);
+#endif
+  error.rethrow();
+}
+
+// Lets the last of several tasks that contribute to one thing go on with it: finish() is true exactly once, for
+// the task that makes the count zero, and that task then sees all that the others wrote.
+class Countdown {
+ public:
+  void reset(index_t count) { left_.store(count, std::memory_order_relaxed); }
+  bool finish() { return left_.fetch_sub(1, std::memory_order_acq_rel) == 1; }
+
+ private:
+  std::atomic<index_t> left_{0};
+};
+
+}  // namespace parallel
+AMX_SFT_MOE_NAMESPACE_END
