@@ -2,55 +2,13 @@
 // packed B.
 #pragma once
 
+#include "amx_sft_moe/arch/avx512/tiles.hpp"
 #include "amx_sft_moe/arch/intrinsics.hpp"
-#include "amx_sft_moe/arch/operands.hpp"
 
 AMX_SFT_MOE_NAMESPACE_BEGIN
 namespace arch {
 
-struct Avx512Microkernel {
-  using Element = float;
-  static constexpr index_t kKUnit = 1;  // A and B are padded with zeros to multiples of it
-  struct Session {};                    // nothing to keep per thread
-  // 12 rows x 2 panels: 24 accumulators, 2 registers of B, 1 broadcast of the 32 zmm. Each loaded line of B
-  // serves 12 products, each broadcast 2. FMA has a latency of 4 and a rate of 2 a cycle: 8 would be enough.
-  static constexpr index_t kRows = 12;
-
-  // 48 rows are four tiles and three 16 x 16 transpositions of the result; 32 columns two panels. C stays in
-  // L1.
-  static constexpr index_t kMaxRows = 4 * kRows;
-  static constexpr index_t kMaxCols = 2 * kPanelCols;
-  static constexpr BlockPlan plan(index_t rows, index_t cols) {
-    return uniform_plan(rows, cols, kMaxRows, kMaxCols);
-  }
-  static constexpr index_t fitted_k_tile(index_t) { return kKUnit; }
-
-  // See PortableMicrokernel::block.
-  static void block(Session&, int /*pattern*/, const Segments<float>& segments, index_t rows, index_t cols,
-                    float* c, index_t c_stride) {
-    index_t j = 0;
-    for (; j + kPanelCols < cols; j += 2 * kPanelCols) strip<2>(segments, rows, j, c, c_stride);
-    if (j < cols) strip<1>(segments, rows, j, c, c_stride);
-  }
-
- private:
-  template <int Panels>
-  static void strip(const Segments<float>& segments, index_t rows, index_t j, float* c, index_t c_stride) {
-    for (index_t i = 0; i < rows; i += kRows) {
-      tile_of<Panels>(rows - i)(segments, i, j, c + i * c_stride + j, c_stride);
-    }
-  }
-
-  using Tile = void (*)(const Segments<float>&, index_t, index_t, float*, index_t);
-  template <int Panels>
-  static Tile tile_of(index_t rows) {
-    static constexpr Tile kTiles[kRows] = {tile<1, Panels>,  tile<2, Panels>,  tile<3, Panels>,
-                                           tile<4, Panels>,  tile<5, Panels>,  tile<6, Panels>,
-                                           tile<7, Panels>,  tile<8, Panels>,  tile<9, Panels>,
-                                           tile<10, Panels>, tile<11, Panels>, tile<12, Panels>};
-    return kTiles[(rows < kRows ? rows : kRows) - 1];
-  }
-
+struct Avx512Microkernel : Avx512Tiles<Avx512Microkernel, float> {
   template <int Rows, int Panels>
   AMX_SFT_MOE_TARGET_AVX512 static void tile(const Segments<float>& segments, index_t i, index_t j, float* c,
                                              index_t c_stride) {

@@ -1,0 +1,177 @@
+// The three GEMM forms beside the machine's measured limits, weights streamed from memory.
+//
+//   bench_gemm [threads] [kernel] [out in]      default: all OpenMP threads, all kernels, weights [1536, 2048]
+//
+// Each measurement walks over enough distinct weight matrices (1.5 GiB at most) that none is found in a cache.
+// gemm_tn is the LoRA gradient's shape: r = 16 rows.
+#include <cstdlib>
+
+#include "machine.hpp"
+#include "random_data.hpp"
+
+namespace {
+
+using namespace amx_sft_moe;  // NOLINT(google-build-using-namespace)
+using bench::Machine;
+
+constexpr index_t kRank = 16;
+
+struct Shape {
+  index_t out = 1536, in = 2048;
+};
+
+// Matrices W [out, in] in one buffer, and enough activations for any form.
+template <class Kernel>
+struct Operands {
+  using W = typename Kernel::Weight;
+  AlignedBuffer<W> weights;
+  AlignedBuffer<W> activations;  // [m, max(in, out)]
+  AlignedBuffer<typename Kernel::Compute> x_panels;
+  std::vector<AlignedBuffer<float>> results;
+  std::vector<gemm::Scratch> scratch;
+  index_t matrices = 0;
+
+  Operands(const Shape& shape, index_t most_rows, int threads) : results(threads), scratch(threads) {
+    matrices = (index_t{3} << 29) / (shape.out * shape.in * static_cast<index_t>(sizeof(W)));
+    bench::fill(weights, matrices * shape.out * shape.in, 0.02F, 1);
+    bench::fill(activations, most_rows * std::max(shape.in, shape.out), 1.0F, 2);
+    for (auto& result : results) result.reserve(most_rows * std::max(shape.in, shape.out));
+    x_panels.reserve(round_up(most_rows, arch::kPanelCols) * gemm::padded_k<Kernel>(shape.in));
+  }
+  MatrixView<const W> matrix(index_t i, const Shape& shape) const {
+    return {weights.data() + i * shape.out * shape.in, shape.out, shape.in, shape.in};
+  }
+};
+
+template <class Kernel>
+void store(const gemm::Block& block, float* result, index_t stride, bool transposed) {
+  const arch::BlockTarget<float> to{
+      transposed ? result + block.col * stride + block.row : result + block.row * stride + block.col,
+      transposed ? 1 : stride,
+      transposed ? stride : 1,
+      false,
+      1.0F,
+      nullptr};
+  Kernel::Rows::store(block.c, block.stride, block.rows, block.cols, to);
+}
+
+// Runs work(thread context, task) for all tasks and returns seconds.
+template <class Kernel, class Work>
+double run(Operands<Kernel>& operands, int threads, index_t tasks, Work&& work) {
+  return bench::seconds_of([&] {
+    parallel::run_tasks(threads, tasks, [&](int thread) {
+      return [&, thread,
+              context = gemm::ThreadContext<Kernel>{{}, operands.scratch[static_cast<std::size_t>(thread)]}](
+                 index_t task) mutable {
+        work(context, operands.results[static_cast<std::size_t>(thread)].data(), task);
+      };
+    });
+  });
+}
+
+template <class Kernel>
+double nt_seconds(Operands<Kernel>& operands, const Shape& shape, index_t m, int threads) {
+  using E = typename Kernel::Compute;
+  const index_t stride = gemm::padded_k<Kernel>(shape.in) * arch::kPanelCols;
+  Kernel::Rows::template pack_columns<E>(
+      arch::RowSource<typename Kernel::Weight>{operands.activations.data(), shape.in, 1, nullptr}, m, shape.in,
+      gemm::padded_k<Kernel>(shape.in), operands.x_panels.data(), stride);
+  const index_t per_matrix = ceil_div(shape.out, gemm::Blocking::kOutRows);
+  return run<Kernel>(
+      operands, threads, operands.matrices * per_matrix, [&](auto& context, float* result, index_t task) {
+        const index_t first = task % per_matrix * gemm::Blocking::kOutRows;
+        const index_t rows = std::min(gemm::Blocking::kOutRows, shape.out - first);
+        const auto weight = gemm::AnyRows(operands.matrix(task / per_matrix, shape)).from(first, 0);
+        const std::array<gemm::Term<E>, 1> terms{{{weight, shape.in, {operands.x_panels.data(), stride}}}};
+        const std::array<std::span<const gemm::Term<E>>, 1> outputs{{terms}};
+        gemm::gemm_nt<Kernel>(context, rows, m, outputs, [&](const std::array<gemm::Block, 1>& blocks) {
+          store<Kernel>(blocks[0], result + first, shape.out, true);
+        });
+      });
+}
+
+template <class Kernel>
+double nn_seconds(Operands<Kernel>& operands, const Shape& shape, index_t m, int threads) {
+  const index_t wide = gemm::Blocking::of_this_machine().cols_for<typename Kernel::Compute>(shape.out);
+  const index_t per_matrix = ceil_div(shape.in, wide);
+  return run<Kernel>(
+      operands, threads, operands.matrices * per_matrix, [&](auto& context, float* result, index_t task) {
+        const index_t first = task % per_matrix * wide;
+        const index_t cols = std::min(wide, shape.in - first);
+        const auto weight = gemm::AnyRows(operands.matrix(task / per_matrix, shape)).from(0, first);
+        const MatrixView<typename Kernel::Weight> grad{operands.activations.data(), m, shape.out, shape.out};
+        const std::array<gemm::NnTerm, 1> terms{{{grad, weight, shape.out}}};
+        gemm::gemm_nn<Kernel>(context, m, cols, terms, [&](const gemm::Block& block) {
+          store<Kernel>(block, result + first, shape.in, false);
+        });
+      });
+}
+
+// grad_A [r, in] = v^T x: `m` tokens of x are the streamed operand, taken from the weights' memory.
+template <class Kernel>
+double tn_seconds(Operands<Kernel>& operands, const Shape& shape, index_t m, int threads, index_t* products) {
+  const index_t wide = gemm::Blocking::of_this_machine().cols_for<typename Kernel::Compute>(m);
+  const index_t per_batch = ceil_div(shape.in, wide);
+  const index_t batches = std::min<index_t>(operands.matrices * shape.out / m, 1 << 14);
+  *products = batches;
+  return run<Kernel>(operands, threads, batches * per_batch, [&](auto& context, float* result, index_t task) {
+    const index_t first = task % per_batch * wide;
+    const index_t cols = std::min(wide, shape.in - first);
+    const arch::RowSource<typename Kernel::Weight> x{
+        operands.weights.data() + task / per_batch * m * shape.in + first, shape.in, 1, nullptr};
+    const arch::RowSource<typename Kernel::Weight> v{operands.activations.data(), kRank, 1, nullptr};
+    const auto panels = gemm::pack_tokens<Kernel>(context, x, m, cols);
+    gemm::gemm_tn<Kernel>(
+        context, kRank, std::array<gemm::Factor, 1>{{{v, nullptr}}}, panels,
+        [&](const gemm::Block& block) { store<Kernel>(block, result + first, shape.in, false); });
+  });
+}
+
+void report(const char* kernel, const char* form, index_t m, double flop, double bytes, double seconds,
+            const Machine& machine) {
+  const double limit = std::max(flop / (machine.peak() * 1e9), bytes / (machine.bandwidth * 1e9));
+  std::printf("%-12s %-8s m=%-5lld %8.0f GFLOP/s  %4.0f %% of peak  %7.1f GB/s  %4.0f %% of the limit\n",
+              kernel, form, static_cast<long long>(m), flop / seconds * 1e-9,
+              100 * flop / seconds * 1e-9 / machine.peak(), bytes / seconds * 1e-9, 100 * limit / seconds);
+}
+
+template <class Kernel>
+void bench_kernel(const Shape& shape, int threads, const Machine& machine) {
+  if (!Kernel::available() || std::is_same_v<typename Kernel::Weight, float>) return;
+  if (arch::cpu_features().amx_emulated && Kernel::kName == "amx_bf16") return;
+  constexpr index_t kMost = 512;
+  Operands<Kernel> operands(shape, kMost, threads);
+  const double bytes =
+      static_cast<double>(operands.matrices * shape.out * shape.in) * sizeof(typename Kernel::Weight);
+  for (const index_t m : {1, 4, 8, 16, 32, 64, 128, 256, 512}) {
+    const double flop = 2.0 * static_cast<double>(m * shape.out * shape.in * operands.matrices);
+    index_t products = 0;
+    std::vector<double> nt, nn, tn;
+    for (int repeat = 0; repeat < 3; ++repeat) {  // alternating: machines are shared
+      nt.push_back(nt_seconds(operands, shape, m, threads));
+      nn.push_back(nn_seconds(operands, shape, m, threads));
+      tn.push_back(tn_seconds(operands, shape, m, threads, &products));
+    }
+    report(Kernel::kName.data(), "gemm_nt", m, flop, bytes, bench::median(nt), machine);
+    report(Kernel::kName.data(), "gemm_nn", m, flop, bytes, bench::median(nn), machine);
+    report(Kernel::kName.data(), "gemm_tn", m, 2.0 * static_cast<double>(m * kRank * shape.in * products),
+           static_cast<double>(m * shape.in * products) * sizeof(typename Kernel::Weight), bench::median(tn),
+           machine);
+  }
+}
+
+}  // namespace
+
+int main(int argc, char** argv) {
+  const int threads = argc > 1 ? std::atoi(argv[1]) : parallel::default_num_threads();
+  Shape shape;
+  const std::string_view only = argc > 2 ? argv[2] : "all";
+  if (argc > 4) shape = {std::atoll(argv[3]), std::atoll(argv[4])};
+  const Machine machine = bench::measure_machine(threads);
+  bench::print(machine, threads);
+  std::printf("weights [%lld, %lld] streamed from memory\n", static_cast<long long>(shape.out),
+              static_cast<long long>(shape.in));
+  registry::for_each_kernel([&]<class Kernel>() {
+    if (only == "all" || only == Kernel::kName) bench_kernel<Kernel>(shape, threads, machine);
+  });
+}

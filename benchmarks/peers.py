@@ -1,0 +1,279 @@
+"""One MoE-expert LoRA training step of this project beside what a user would pick instead.
+
+    python benchmarks/peers.py [--shape qwen3-30b-a3b] [--tokens 512] [--iterations 7] [--threads 2]
+                               [--peers ours,torch-grouped,torch-loop,kt-bf16,kt-int8] [--check]
+
+All candidates live in one process and take turns; each turn runs twice and the second run counts, so that
+everybody finds their own caches warm and threads awake. Prints a table of medians in ms and the step's ratio to
+the first candidate, then one JSON line a candidate. `ours-KERNEL` picks a kernel. kt-kernel is optional:
+`pip install --no-deps kt-kernel==0.7.2`; a peer that is not installed is left out and said so.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import json
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import torch
+import torch.nn.functional as F
+
+RANK, ALPHA = 16, 32.0
+SHAPES = {  # experts, top_k, hidden, intermediate
+    "qwen3-30b-a3b": (128, 8, 2048, 768),
+    "deepseek-v3-32": (32, 8, 7168, 2048),
+    "mixtral": (8, 2, 4096, 14336),
+    "gpt-oss": (32, 4, 2880, 2880),
+    "ecosystem": (32, 8, 2048, 768),
+    "small": (16, 4, 512, 256),
+}
+LORA_NAMES = ("gate_lora_a", "gate_lora_b", "up_lora_a", "up_lora_b", "down_lora_a", "down_lora_b")
+Result = dict[str, torch.Tensor]
+
+
+@dataclass
+class Problem:
+    """One layer and one batch, bf16; routing weights fp32 [T, k], ids int64 [T, k]."""
+
+    experts: int
+    top_k: int
+    hidden: int
+    intermediate: int
+    tokens: int
+    threads: int
+    base: dict[str, torch.Tensor] = field(default_factory=dict)
+    lora: dict[str, torch.Tensor] = field(default_factory=dict)
+
+    @classmethod
+    def random(cls, shape: str, tokens: int, threads: int, seed: int = 0) -> Problem:
+        problem = cls(*SHAPES[shape], tokens, threads)
+        e, h, i = problem.experts, problem.hidden, problem.intermediate
+        generator = torch.Generator().manual_seed(seed)
+
+        def normal(*size: int, scale: float = 0.02) -> torch.Tensor:
+            return torch.empty(size, dtype=torch.bfloat16).normal_(0, scale, generator=generator)
+
+        problem.base = {"gate": normal(e, i, h), "up": normal(e, i, h), "down": normal(e, h, i)}
+        sizes = ((e, RANK, h), (e, i, RANK), (e, RANK, h), (e, i, RANK), (e, RANK, i), (e, h, RANK))
+        problem.lora = {name: normal(*size) for name, size in zip(LORA_NAMES, sizes, strict=True)}
+        problem.x, problem.grad_y = normal(tokens, h, scale=1.0), normal(tokens, h, scale=1.0)
+        logits = torch.randn((tokens, e), generator=generator)
+        weights, problem.ids = torch.topk(torch.softmax(logits, -1), problem.top_k)
+        problem.weights = (weights / weights.sum(-1, keepdim=True)).contiguous()
+        return problem
+
+    def flop(self) -> float:
+        """Useful floating point operations of a step: base forward and data gradient, LoRA three times."""
+        routes = self.tokens * self.top_k
+        base = 2 * routes * 3 * self.hidden * self.intermediate
+        lora = 2 * routes * 3 * RANK * (self.hidden + self.intermediate)
+        return 2 * base + 3 * lora
+
+
+class Ours:
+    def __init__(self, problem: Problem, kernel: str) -> None:
+        import amx_sft_moe
+
+        p = problem
+        self.op = amx_sft_moe.SftMoe(
+            num_experts=p.experts,
+            top_k=p.top_k,
+            hidden_size=p.hidden,
+            intermediate_size=p.intermediate,
+            lora_rank=RANK,
+            lora_alpha=ALPHA,
+            max_tokens=p.tokens,
+            kernel=kernel,
+            num_threads=p.threads,
+        )
+        self.op.set_base(p.base["gate"], p.base["up"], p.base["down"])
+        self.op.set_lora(**p.lora)
+        self.problem = p
+
+    def forward(self) -> torch.Tensor:
+        return self.op.forward_sft(
+            self.problem.x, self.problem.ids, self.problem.weights, save_for_backward=True
+        )
+
+    def backward(self) -> Result:
+        grads = self.op.backward(self.problem.grad_y)
+        result = {name: getattr(grads, name) for name in LORA_NAMES}
+        return {"grad_x": grads.grad_x, "grad_routing_weights": grads.grad_routing_weights, **result}
+
+
+class Torch:
+    """`grouped`: torch._grouped_mm per projection over rows sorted by expert. `loop`: one F.linear per expert,
+    as transformers does it in eager mode. LoRA unmerged, as in PEFT."""
+
+    def __init__(self, problem: Problem, mode: str) -> None:
+        self.problem, self.mode = problem, mode
+        self.lora = {name: value.clone().requires_grad_(True) for name, value in problem.lora.items()}
+
+    def adapted(self, x: torch.Tensor, name: str, product: Callable) -> torch.Tensor:
+        a, b = self.lora[f"{name}_lora_a"], self.lora[f"{name}_lora_b"]
+        return product(x, self.problem.base[name]) + ALPHA / RANK * product(product(x, a), b)
+
+    def experts(self, x: torch.Tensor, product: Callable) -> torch.Tensor:
+        h = F.silu(self.adapted(x, "gate", product)) * self.adapted(x, "up", product)
+        return self.adapted(h, "down", product)
+
+    def forward(self) -> torch.Tensor:
+        p = self.problem
+        self.x, self.w = p.x.clone().requires_grad_(True), p.weights.clone().requires_grad_(True)
+        flat = p.ids.flatten()
+        order = flat.argsort(stable=True)
+        token = order // p.top_k
+        counts = torch.bincount(flat, minlength=p.experts)
+        rows = self.x[token]
+        if self.mode == "grouped":
+            ends = counts.cumsum(0).to(torch.int32)
+            y = self.experts(rows, lambda a, w: torch._grouped_mm(a, w.transpose(-2, -1), offs=ends))
+        else:
+            parts = rows.split(counts.tolist())
+            active = [e for e, part in enumerate(parts) if part.shape[0] > 0]
+            y = torch.cat([self.experts(parts[e], lambda a, w, e=e: F.linear(a, w[e])) for e in active])
+        y = y * self.w.flatten()[order].unsqueeze(1).to(y.dtype)
+        self.y = torch.zeros(p.tokens, p.hidden, dtype=y.dtype).index_add(0, token, y)
+        return self.y
+
+    def backward(self) -> Result:
+        inputs = [self.x, self.w, *self.lora.values()]
+        names = ["grad_x", "grad_routing_weights", *self.lora]
+        return dict(zip(names, torch.autograd.grad(self.y, inputs, self.problem.grad_y), strict=True))
+
+
+class KtKernel:
+    """kt-kernel's operator; without AMX it runs its AVX512 code."""
+
+    CLASSES = {"bf16": "AMXBF16_SFT_MOE", "int8": "AMXInt8_SFT_MOE", "int4": "AMXInt4_SFT_MOE"}
+
+    def __init__(self, problem: Problem, weights: str) -> None:
+        from kt_kernel import kt_kernel_ext as ext
+
+        p = self.problem = problem
+        pool = ext.WorkerPoolConfig()
+        pool.subpool_count, pool.subpool_numa_map, pool.subpool_thread_count = 1, [0], [p.threads]
+        self.pool = ext.CPUInfer(pool)
+        self.expert_map = torch.arange(p.experts, dtype=torch.int64)
+        config = ext.moe.MOESFTConfig(p.experts, p.top_k, p.hidden, p.intermediate)
+        config.max_len, config.max_cache_depth, config.layer_idx = max(p.tokens, 32), 1, 0
+        config.lora_rank, config.lora_alpha = RANK, ALPHA
+        config.full_weight_grad, config.authoritative_optimizer_grads = False, True
+        config.share_backward_bb, config.share_cache_pool = False, False
+        config.physical_to_logical_map = self.expert_map.data_ptr()
+        for name in ("gate", "up", "down"):
+            setattr(config, f"{name}_proj", p.base[name].data_ptr())
+        for name, value in p.lora.items():
+            setattr(config, name, value.data_ptr())
+        config.pool = self.pool.backend_
+        self.moe = getattr(ext.moe, self.CLASSES[weights])(config)
+        self.moe.load_weights()
+        self.y, self.grad_x = torch.empty_like(p.x), torch.empty_like(p.x)
+        self.grad_w = torch.empty(p.tokens, p.top_k)
+        self.grads = {name: torch.zeros_like(value) for name, value in p.lora.items()}
+        self.count = torch.tensor([p.tokens], dtype=torch.int32)
+
+    def forward(self) -> torch.Tensor:
+        p = self.problem
+        pointers = [t.data_ptr() for t in (p.ids, p.weights, p.x, self.y)]
+        self.moe.forward_sft(self.count.data_ptr(), p.top_k, *pointers, True)
+        return self.y
+
+    def backward(self) -> Result:
+        grads = [self.grads[name].data_ptr() for name in LORA_NAMES]
+        data = self.problem.grad_y.data_ptr(), self.grad_x.data_ptr()
+        self.moe.backward(*data, *grads, self.grad_w.data_ptr(), 0, 0, 0, False, 1.0)
+        return {"grad_x": self.grad_x, "grad_routing_weights": self.grad_w, **self.grads}
+
+
+def build(name: str, problem: Problem) -> Ours | Torch | KtKernel:
+    family, _, variant = name.partition("-")
+    if family == "ours":
+        return Ours(problem, variant or "auto")
+    return Torch(problem, variant) if family == "torch" else KtKernel(problem, variant)
+
+
+def installed(name: str) -> bool:
+    module = {"ours": "amx_sft_moe", "kt": "kt_kernel"}.get(name.partition("-")[0], "torch")
+    return importlib.util.find_spec(module) is not None
+
+
+def relative_error(a: torch.Tensor, b: torch.Tensor) -> float:
+    return float((a.float() - b.float()).norm() / b.float().norm().clamp_min(1e-20))
+
+
+def measure(
+    peers: dict[str, Ours | Torch | KtKernel], iterations: int
+) -> tuple[dict[str, list[tuple[float, float]]], dict[str, Result]]:
+    """Seconds of forward and backward per candidate and turn, and each candidate's results."""
+    times: dict[str, list[tuple[float, float]]] = {name: [] for name in peers}
+    results: dict[str, Result] = {}
+    for turn in range(iterations + 1):  # the first warms up
+        for name, peer in peers.items():
+            for _ in range(2):
+                begin = time.perf_counter()
+                y = peer.forward()
+                middle = time.perf_counter()
+                grads = peer.backward()
+                end = time.perf_counter()
+            if turn > 0:
+                times[name].append((middle - begin, end - middle))
+            else:
+                results[name] = {key: value.detach().clone() for key, value in {"y": y, **grads}.items()}
+    return times, results
+
+
+def row_of(name: str, passes: list[tuple[float, float]], first_step: float, problem: Problem) -> dict:
+    step = statistics.median(f + b for f, b in passes)
+    return {
+        "peer": name,
+        "tokens": problem.tokens,
+        "forward_ms": round(statistics.median(f for f, _ in passes) * 1e3, 2),
+        "backward_ms": round(statistics.median(b for _, b in passes) * 1e3, 2),
+        "step_ms": round(step * 1e3, 2),
+        "ratio_to_first": round(step / first_step, 3),
+        "gflops": round(problem.flop() / step * 1e-9),
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--shape", default="qwen3-30b-a3b", choices=SHAPES)
+    parser.add_argument("--tokens", type=int, default=512)
+    parser.add_argument("--iterations", type=int, default=7)
+    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--peers", default="ours,torch-grouped,torch-loop,kt-bf16,kt-int8")
+    parser.add_argument("--check", action="store_true", help="also each result's difference from the first's")
+    args = parser.parse_args()
+    torch.set_num_threads(args.threads)
+
+    names = [name for name in args.peers.split(",") if installed(name)]
+    for name in args.peers.split(","):
+        if name not in names:
+            print(f"{name}: not installed, left out", file=sys.stderr)
+    problem = Problem.random(args.shape, args.tokens, args.threads)
+    times, results = measure({name: build(name, problem) for name in names}, args.iterations)
+
+    first = statistics.median(f + b for f, b in times[names[0]])
+    rows = [row_of(name, times[name], first, problem) | {"shape": args.shape} for name in names]
+    print(
+        f"{args.shape}, T={args.tokens}, r={RANK}, {args.threads} threads, {args.iterations} turns, medians, ms"
+    )
+    print(f"{'':16}{'forward':>10}{'backward':>10}{'step':>10}{'ratio':>8}{'GFLOP/s':>9}")
+    for row in rows:
+        milliseconds = "".join(f"{row[key]:10.2f}" for key in ("forward_ms", "backward_ms", "step_ms"))
+        print(f"{row['peer']:16}{milliseconds}{row['ratio_to_first']:8.2f}{row['gflops']:9d}")
+    for row in rows:
+        if args.check:
+            mine, theirs = results[names[0]], results[row["peer"]]
+            row["relative_to_first"] = {k: round(relative_error(v, mine[k]), 4) for k, v in theirs.items()}
+        print(json.dumps(row))
+
+
+if __name__ == "__main__":
+    main()
