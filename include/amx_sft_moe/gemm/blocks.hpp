@@ -47,7 +47,7 @@ class RowGroup {
   void reserve(const std::array<std::span<const Term<E>>, Outputs>& outputs, index_t rows) {
     index_t k = 0;
     for (const auto& terms : outputs) {
-      for (const Term<E>& term : terms) k += round_up(term.k, k_tile_);
+      for (const Term<E>& term : terms) k += staged_stride(round_up(term.k, k_tile_));
     }
     arena_ = scratch_.a_rows.as<E>(k * rows);
   }
@@ -62,15 +62,22 @@ class RowGroup {
     if (in_place == term.k) return;
     const index_t tail = term.k - in_place;
     const index_t padded = round_up(tail, k_tile_);
+    const index_t stride = staged_stride(padded);
     E* staged = arena_ + used_;
-    used_ += padded * rows;
+    used_ += stride * rows;
     a.from(0, in_place).visit([&](const auto& source) {
-      Kernel::Rows::template stage<E>(source, rows, tail, padded, staged, padded);
+      Kernel::Rows::template stage<E>(source, rows, tail, padded, staged, stride);
     });
-    segments.add({staged, padded, term.b.data + in_place * arch::kPanelCols, term.b.panel_stride, padded});
+    segments.add({staged, stride, term.b.data + in_place * arch::kPanelCols, term.b.panel_stride, padded});
   }
 
  private:
+  // Rows that lie 4 KiB apart would compete for the same sets of L1: a line more between them.
+  static constexpr index_t staged_stride(index_t padded) {
+    constexpr index_t kLine = 64 / static_cast<index_t>(sizeof(E));
+    return padded % (16 * kLine) == 0 ? padded + kLine : padded;
+  }
+
   Scratch& scratch_;
   index_t k_tile_;
   E* arena_ = nullptr;

@@ -44,8 +44,12 @@ AMX_SFT_MOE_TARGET_AVX512 inline void interleave_scaled(const S* even, const S* 
 template <class S>
 AMX_SFT_MOE_TARGET_AVX512 inline void copy_row(const S* row, index_t cols, float scale, float* out,
                                                index_t panel_stride) {
+  index_t c = 0;
+  if (scale == 1.0F) {
+    for (; c + kPanelCols <= cols; c += kPanelCols, out += panel_stride) _mm512_storeu_ps(out, load16(row + c));
+  }
   const __m512 factor = _mm512_set1_ps(scale);
-  for (index_t c = 0; c < cols; c += kPanelCols, out += panel_stride) {
+  for (; c < cols; c += kPanelCols, out += panel_stride) {
     _mm512_storeu_ps(out, _mm512_mul_ps(load16(row + c, mask16(cols - c)), factor));
   }
 }

@@ -26,7 +26,9 @@ struct Avx512Rows {
     for (index_t i = 0; i < rows; ++i) {
       const S* row = src.row(i);
       E* out = dst + i * dst_stride;
-      for (index_t kk = 0; kk < k_padded; kk += 16) {
+      index_t kk = 0;
+      for (; kk + 16 <= k; kk += 16) avx512::store16(out + kk, avx512::load16(row + kk));
+      for (; kk < k_padded; kk += 16) {
         const __m512 value = kk < k ? avx512::load16(row + kk, avx512::mask16(k - kk)) : _mm512_setzero_ps();
         avx512::store16(out + kk, avx512::mask16(k_padded - kk), value);
       }

@@ -23,6 +23,15 @@ AMX_SFT_MOE_INLINE AMX_SFT_MOE_TARGET_AVX512 __m512 load16(const float* p, __mma
   return _mm512_maskz_loadu_ps(lanes, p);
 }
 
+// All 16: a mask costs a micro-operation in a loop that converts whole matrices.
+AMX_SFT_MOE_INLINE AMX_SFT_MOE_TARGET_AVX512 __m512 load16(const bf16* p) {
+  const __m256i half = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p));
+  return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(half), 16));
+}
+AMX_SFT_MOE_INLINE AMX_SFT_MOE_TARGET_AVX512 __m512 load16(const float* p) {
+  return _mm512_loadu_ps(p);
+}
+
 // Nearest even, as to_bf16(). Integer arithmetic, so that CPUs without VCVTNEPS2BF16 give the same bits and
 // denormals survive.
 AMX_SFT_MOE_INLINE AMX_SFT_MOE_TARGET_AVX512 __m256i round_bf16(__m512 value) {
@@ -39,6 +48,13 @@ AMX_SFT_MOE_INLINE AMX_SFT_MOE_TARGET_AVX512 void store16(bf16* p, __mmask16 lan
 }
 AMX_SFT_MOE_INLINE AMX_SFT_MOE_TARGET_AVX512 void store16(float* p, __mmask16 lanes, __m512 value) {
   _mm512_mask_storeu_ps(p, lanes, value);
+}
+
+AMX_SFT_MOE_INLINE AMX_SFT_MOE_TARGET_AVX512 void store16(bf16* p, __m512 value) {
+  _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), round_bf16(value));
+}
+AMX_SFT_MOE_INLINE AMX_SFT_MOE_TARGET_AVX512 void store16(float* p, __m512 value) {
+  _mm512_storeu_ps(p, value);
 }
 
 // 32 bf16 from 2 x 16 floats.
