@@ -1,0 +1,64 @@
+"""Expert part of Mixture-of-Experts layers with LoRA, forward and backward, on the CPU.
+
+    op = amx_sft_moe.SftMoe(num_experts=, top_k=, hidden_size=, intermediate_size=)     # your own training
+    loop amx_sft_moe.nn.SftMoeExperts(...)                                                   # a torch module
+    amx_sft_moe.register(); AutoModel.from_pretrained(..., experts_implementation="amx_sft_moe")   #
+    transformers
+
+torch is optional: importing this package does not import it. ``nn``, ``adapters`` and ``register`` need it.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+from typing import TYPE_CHECKING, Any
+
+from amx_sft_moe._version import __version__
+from amx_sft_moe.errors import ArgumentError, KernelError, StateError
+from amx_sft_moe.info import info
+from amx_sft_moe.sft_moe import Gradients, SftMoe, Workspace
+
+if TYPE_CHECKING:
+    from amx_sft_moe import adapters, nn
+
+__all__ = [
+    "ArgumentError",
+    "Gradients",
+    "KernelError",
+    "SftMoe",
+    "StateError",
+    "Workspace",
+    "__version__",
+    "adapters",
+    "get_cmake_dir",
+    "get_include",
+    "info",
+    "nn",
+    "register",
+]
+
+
+def get_include() -> str:
+    """Directory of the C++ headers that this package was built from, for a compiler's ``-I``."""
+    return os.path.join(os.path.dirname(os.path.abspath(__file__)), "include")
+
+
+def get_cmake_dir() -> str:
+    """Directory of the CMake package files, for ``-Damx_sft_moe_DIR=``."""
+    return os.path.join(os.path.dirname(os.path.abspath(__file__)), "share", "cmake", "amx_sft_moe")
+
+
+def register(name: str = "amx_sft_moe", **options: Any) -> None:
+    """Makes ``experts_implementation=name`` work in transformers; see
+    :func:`amx_sft_moe.integrations.register`."""
+    from amx_sft_moe.integrations import register as register_with_transformers
+
+    register_with_transformers(name, **options)
+
+
+def __getattr__(name: str) -> Any:
+    # The parts that need torch are imported when they are first asked for.
+    if name in ("nn", "adapters"):
+        return importlib.import_module(f"{__name__}.{name}")
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -1,0 +1,33 @@
+"""Command line: ``python -m amx_sft_moe info | finetune``."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Sequence
+
+from amx_sft_moe.info import as_text, info
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs one command and returns its exit status."""
+    arguments = list(sys.argv[1:] if arguments is None else arguments)
+    # finetune parses its own arguments, and only it needs torch and transformers.
+    if arguments[:1] == ["finetune"]:
+        from amx_sft_moe.finetune.cli import main as finetune
+
+        return finetune(arguments[1:])
+    parser = argparse.ArgumentParser(prog="python -m amx_sft_moe", description=__doc__)
+    commands = parser.add_subparsers(dest="command", required=True)
+    show = commands.add_parser("info", help="what this build and this machine offer")
+    show.add_argument("--json", action="store_true", help="as JSON instead of text")
+    commands.add_parser("finetune", help="fine-tune a Mixture-of-Experts model with LoRA", add_help=False)
+    options = parser.parse_args(arguments)
+    found = info()
+    sys.stdout.write((json.dumps(found, indent=2) if options.json else as_text(found)) + "\n")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,130 @@
+"""The operator as a differentiable function of x, the routing weights and the LoRA factors.
+
+Everything that backward needs goes through ``save_for_backward``: gradient checkpointing of both kinds,
+saved-tensor hooks and double-use checks work, and activations die with the graph. LoRA factors are ordinary
+inputs, so hooks, clipping, DDP, FSDP and GradScaler see their gradients.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.autograd.function import once_differentiable
+from torch.autograd.profiler import record_function
+
+from amx_sft_moe import _core
+from amx_sft_moe.layer import FrozenExperts
+
+_NO_FACTORS = (None,) * 6
+# Positions of x, routing_weights and the first factor among the inputs of _Experts.
+_X, _ROUTING_WEIGHTS, _FACTORS = 2, 4, 5
+
+
+@dataclass(frozen=True)
+class LoraFactors:
+    """LoRA of one layer as inputs of :func:`sft_moe`: six tensors, ``None`` where a projection has no
+    adapter.
+
+    With ``shared_a`` the first two are ``gate_up_lora_a [E, r, H]`` and ``gate_up_lora_b [E, 2I, r]`` and the
+    next two ``None``; otherwise they are A ``[E, r, in]`` and B ``[E, out, r]`` of gate and of up; the last
+    two of down. bfloat16 or float32, any strides. ``scaling`` is that of gate, up and down.
+    """
+
+    factors: Sequence[torch.Tensor | None] = _NO_FACTORS
+    shared_a: bool = False
+    scaling: tuple[float, float, float] = (1.0, 1.0, 1.0)
+
+
+_NO_LORA = LoraFactors()
+
+
+def _range(name: str) -> Any:
+    # A record_function costs some microseconds also with no profiler attached.
+    return record_function(name) if torch.autograd._profiler_enabled() else nullcontext()
+
+
+class _Experts(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        experts: FrozenExperts,
+        lora: LoraFactors,
+        x: torch.Tensor,
+        expert_ids: torch.Tensor,
+        routing_weights: torch.Tensor,
+        *factors: torch.Tensor | None,
+    ) -> torch.Tensor:
+        with _range("amx_sft_moe.forward"):
+            core_lora = _core.LoraFactors(lora.shared_a, factors, lora.scaling)
+            y, saved = experts.operator().forward_saved(x, expert_ids, routing_weights, core_lora, True)
+        # Only what is no tensor may hang on ctx: the rest would outlive its layer under checkpointing.
+        ctx.experts = experts
+        ctx.lora = (lora.shared_a, lora.scaling)
+        ctx.save_for_backward(x, expert_ids, routing_weights, saved, *factors)
+        return y
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_y: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        x, expert_ids, routing_weights, saved, *factors = ctx.saved_tensors
+        shared_a, scaling = ctx.lora
+        needs = ctx.needs_input_grad
+        wanted = [needs[_X], needs[_ROUTING_WEIGHTS], *needs[_FACTORS:]]
+        with _range("amx_sft_moe.backward"):
+            grad_x, grad_weights, *grad_factors = ctx.experts.operator().backward_saved(
+                x,
+                expert_ids,
+                routing_weights,
+                saved,
+                _adjacent(grad_y),
+                _core.LoraFactors(shared_a, factors, scaling),
+                wanted,
+            )
+        return None, None, grad_x, None, grad_weights, *grad_factors
+
+
+def _adjacent(tensor: torch.Tensor) -> torch.Tensor:
+    # Expanded gradients (of a sum or a mean) and transposed inputs: rows may be strided, their elements not.
+    if (tensor.stride(1) != 1 and tensor.size(1) > 1) or tensor.stride(0) < 0:
+        return tensor.contiguous()
+    return tensor
+
+
+def sft_moe(
+    experts: FrozenExperts,
+    x: torch.Tensor,
+    expert_ids: torch.Tensor,
+    routing_weights: torch.Tensor,
+    lora: LoraFactors = _NO_LORA,
+) -> torch.Tensor:
+    """Experts' output y ``[T, H]`` of the dtype of x, differentiable with respect to x, routing weights and
+    factors.
+
+    Gradients have the dtype of what they are of, and only those needed are computed. Where nothing requires a
+    gradient, or under ``torch.no_grad()``, nothing is saved. Not differentiable twice.
+
+    Args:
+        experts: the frozen base weights.
+        x: ``[T, H]`` bfloat16 or float32, in CPU memory. An input whose rows are not contiguous is copied
+            first.
+        expert_ids: ``[T, k]`` int64 or int32; an id outside ``[0, E)`` skips the route.
+        routing_weights: ``[T, k]`` float32 or bfloat16.
+        lora: the LoRA factors of this call.
+
+    Raises:
+        ArgumentError, TypeError: an argument does not fit. StateError: the thread's workspace is in use.
+    """
+    x = _adjacent(x) if x.dim() == 2 else x
+    routing_weights = _adjacent(routing_weights) if routing_weights.dim() == 2 else routing_weights
+    if torch.is_grad_enabled():
+        experts.require_frozen()
+        inputs = (x, routing_weights, *lora.factors)
+        if any(tensor is not None and tensor.requires_grad for tensor in inputs):
+            return _Experts.apply(experts, lora, x, expert_ids, routing_weights, *lora.factors)
+    with _range("amx_sft_moe.forward"):
+        core_lora = _core.LoraFactors(lora.shared_a, lora.factors, lora.scaling)
+        return experts.operator().forward_saved(x, expert_ids, routing_weights, core_lora, False)[0]

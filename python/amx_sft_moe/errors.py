@@ -1,0 +1,23 @@
+"""Exceptions of the library. Every message names the argument and says both values: wanted and given.
+
+A wrong element type, or an object that is no tensor, is Python's own ``TypeError``. A refused call changes
+nothing: the object stays as it was and usable.
+"""
+
+
+class ArgumentError(ValueError):
+    """A wrong shape, stride, device, size or option."""
+
+
+class StateError(RuntimeError):
+    """A call that does not fit the object's state: nothing to pop, a full stack, an object in use
+    elsewhere."""
+
+
+class KernelError(RuntimeError):
+    """A kernel that this CPU or this build does not have; the message lists those available."""
+
+
+# Tracebacks and pickles name them where users import them from.
+for _error in (ArgumentError, StateError, KernelError):
+    _error.__module__ = "amx_sft_moe"

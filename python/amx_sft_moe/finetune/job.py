@@ -1,0 +1,132 @@
+"""The run: its stages in order, then the files and the last words."""
+
+from __future__ import annotations
+
+import os
+import platform
+import tempfile
+from importlib.metadata import version
+from pathlib import Path
+
+import torch
+
+from . import comparison, hook, model, report, results, stages
+from .options import Options
+from .plot import draw
+from .stages import Adapted, Base, Text, Tokens
+from .terminal import Terminal
+
+PICTURE = "finetune.png"
+
+
+def run(options: Options) -> results.Results:
+    """The whole job; returns what it also writes into `options.output`. Raises FinetuneError."""
+    torch.set_num_threads(options.threads)
+    if options.model is not None:
+        model.check_checkpoint(options.model)
+    kernel = hook.register(options.kernel, options.threads, getattr(torch, options.dtype))
+    say = Terminal(stages=6 if options.compare_steps else 5)
+    environment = _environment(kernel, options.threads)
+    say.line("amx_sft_moe finetune")
+    for label, text in environment.items():
+        say.fact(label, text)
+
+    with tempfile.TemporaryDirectory(prefix="amx-sft-moe-") as folder:
+        scratch = Path(folder)
+        with say.stage("Text"):
+            text = stages.read_text(options, say)
+        with say.stage("Base model" if options.model is None else f"Base model {options.model}"):
+            base = stages.base_model(options, text, scratch, say)
+        with say.stage("LoRA on experts and attention, the experts in amx_sft_moe"):
+            tokens = stages.examples_as_tokens(options, text, base.tokenizer, say)
+            adapted = stages.train_adapter(options, base, tokens, scratch, say)
+        with say.stage("The adapter, per expert, read back by stock PEFT"):
+            saved = stages.save(options, base, adapted, tokens, scratch, say)
+        count = max(options.compare_steps, 1)
+        batches = comparison.batches(tokens.training, count, options.batch_size, options.seed)
+        lanes = None
+        if options.compare_steps:
+            with say.stage("The same steps with torch's grouped_mm"):
+                lanes = stages.compare(options, adapted, batches, say)
+        with say.stage("Where the time of a backward goes"):
+            times = stages.backward_times(options, adapted, batches[0], scratch, say)
+
+    found = results.Results(
+        options=options,
+        environment=environment,
+        data=_data(text, base, tokens),
+        model=_model(options, adapted),
+        base=base.curve,
+        lora=adapted.curve,
+        comparison=lanes,
+        backward=times,
+        adapter=saved,
+        seconds=dict(say.seconds),
+    )
+    _write(found, options.output)
+    _summary(found, say)
+    return found
+
+
+def _environment(kernel: str, threads: int) -> dict[str, str]:
+    packages = ", ".join(f"{name} {version(name)}" for name in ("torch", "transformers", "peft"))
+    return {
+        "kernel": f"{kernel}, {threads} thread{'s' * (threads != 1)}",
+        "packages": f"{packages}, Python {platform.python_version()}",
+    }
+
+
+def _data(text: Text, base: Base, tokens: Tokens) -> results.Data:
+    return results.Data(
+        prose=f"prose of {stages.LIBRARY}" if base.prose else "",
+        examples=text.origin,
+        prose_tokens=base.prose[0].tokens if base.prose else 0,
+        prose_held_out_tokens=base.prose[1].tokens if base.prose else 0,
+        train_examples=len(text.examples[0]),
+        held_out_examples=len(text.examples[1]),
+        train_tokens=tokens.training.tokens,
+        held_out_tokens=tokens.held_out.tokens,
+        truncated=tokens.truncated,
+        dropped=tokens.dropped,
+        vocabulary=len(base.tokenizer),
+    )
+
+
+def _model(options: Options, adapted: Adapted) -> results.Model:
+    config = model.bare_model(adapted.model).config
+    return results.Model(
+        name="Qwen3-MoE, made and trained here" if options.model is None else str(options.model),
+        layers=config.num_hidden_layers,
+        hidden=config.hidden_size,
+        intermediate=config.moe_intermediate_size,
+        experts=config.num_experts,
+        top_k=config.num_experts_per_tok,
+        frozen=adapted.trained.frozen,
+        trained_experts=adapted.trained.experts,
+        trained_attention=adapted.trained.attention,
+    )
+
+
+def _write(found: results.Results, output: Path) -> None:
+    results.write_metrics(found, output / "metrics.json")
+    results.write_text(output / "backward-times.txt", found.backward.text + "\n")
+    draw(found, output / PICTURE)
+    report.write_report(found, output / "report.md", PICTURE)
+
+
+def _summary(found: results.Results, say: Terminal) -> None:
+    """What one wants to have seen at the end, and where the rest is."""
+    say.table(report.loss_table(found))
+    say.table(report.adapter_table(found))
+    files = {"adapter/": "the adapter, for PEFT and for servers"}
+    if found.base is not None:
+        files["base-model/"] = "the model that it belongs to, with its tokenizer"
+    files |= {
+        "report.md": "this run in words, tables and a picture",
+        PICTURE: "the picture",
+        "metrics.json": "every number",
+        "backward-times.txt": "the timing dump",
+    }
+    say.line(f"\nDone in {say.total()}. In {found.options.output}{os.sep}:")
+    for name, meaning in files.items():
+        say.fact(name, meaning)

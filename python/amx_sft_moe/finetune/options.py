@@ -1,0 +1,179 @@
+"""What a run is asked to do, and the two sets of defaults: minutes on 2 cores, or seconds for a test."""
+
+from __future__ import annotations
+
+import argparse
+import os
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+OURS = "amx_sft_moe"  # experts_implementation: this package's operator
+CHECKPOINT_LEARNING_RATE = 2e-4  # for a model that has learnt a lot; one made here needs and stands more
+TORCH_GROUPED = "grouped_mm"  # experts_implementation: torch's grouped matrix product, the one to compare with
+
+
+@dataclass(frozen=True)
+class ModelShape:
+    """Sizes of the Qwen3-MoE that is made when no checkpoint is given."""
+
+    vocabulary: int = 4096
+    layers: int = 4
+    hidden: int = 256  # H
+    intermediate: int = 512  # I, of one expert
+    experts: int = 16  # E
+    top_k: int = 4
+    heads: int = 4
+    key_value_heads: int = 2
+    head: int = 64  # size of one attention head
+
+
+@dataclass(frozen=True)
+class Options:
+    """One run. Every field is what will happen: nothing is filled in later."""
+
+    model: Path | None = None  # a local checkpoint; None makes and trains a small model
+    data: Path | None = None  # JSON lines; None takes the standard library's questions and answers
+    output: Path = Path("finetune-output")
+    rank: int = 8
+    alpha: float = 16.0
+    steps: int = 200  # LoRA steps
+    base_steps: int = 450
+    batch_size: int = 4  # sequences
+    sequence_length: int = 256  # tokens
+    learning_rate: float = 2e-3  # of the LoRA stage
+    base_learning_rate: float = 1e-3
+    held_out: float = 0.04  # share of the text, and of the examples
+    evaluation_rows: int = 64  # most sequences that a held-out loss is taken over
+    kernel: str = "auto"
+    threads: int = 1
+    seed: int = 0
+    compare_steps: int = 8
+    dtype: str = "bfloat16"  # of the frozen base in the LoRA stage
+    quick: bool = False
+    texts: int | None = None  # most documents and most examples taken; None takes all
+    shape: ModelShape = field(default_factory=ModelShape)
+
+    def as_json(self) -> dict[str, Any]:
+        """Plain values, for metrics.json."""
+        return {name: str(value) if isinstance(value, Path) else value for name, value in asdict(self).items()}
+
+
+_QUICK = Options(
+    rank=4,
+    alpha=8.0,
+    steps=30,
+    base_steps=20,
+    batch_size=4,
+    sequence_length=64,
+    learning_rate=2e-2,
+    base_learning_rate=5e-3,
+    evaluation_rows=16,
+    compare_steps=2,
+    quick=True,
+    texts=200,
+    shape=ModelShape(
+        vocabulary=512,
+        layers=2,
+        hidden=64,
+        intermediate=96,
+        experts=4,
+        top_k=2,
+        heads=2,
+        key_value_heads=1,
+        head=32,
+    ),
+)
+
+
+def _at_least(smallest: int) -> Any:
+    def integer(text: str) -> int:
+        value = int(text)  # argparse turns a ValueError into its own message
+        if value < smallest:
+            raise argparse.ArgumentTypeError(f"{value} is less than {smallest}")
+        return value
+
+    return integer
+
+
+def _positive(text: str) -> float:
+    value = float(text)
+    if not 0 < value < float("inf"):
+        raise argparse.ArgumentTypeError(f"{text} is not a positive number")
+    return value
+
+
+def _default_threads() -> int:
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def parser() -> argparse.ArgumentParser:
+    """The command line. A default of None means: that of the normal run, or of `--quick`."""
+    result = argparse.ArgumentParser(
+        prog="python -m amx_sft_moe finetune",
+        description="Fine-tunes a Mixture-of-Experts model with LoRA on this CPU, offline. Without --model "
+        "and --data it makes a small Qwen3-MoE, trains it on the Python standard library's prose and "
+        "fine-tunes it on the library's documented signatures.",
+    )
+    new = Options()
+
+    def add(flag: str, meaning: str, **rest: Any) -> None:
+        value = getattr(new, flag.removeprefix("--").replace("-", "_"), None)
+        group.add_argument(flag, help=f"{meaning} (default: {value})" if value is not None else meaning, **rest)
+
+    group = result.add_argument_group("what is trained")
+    add(
+        "--model",
+        "a local Qwen3-MoE checkpoint with its tokenizer: no base training",
+        type=Path,
+        metavar="DIR",
+    )
+    add("--data", 'lines {"prompt": ..., "completion": ...} or {"text": ...}', type=Path, metavar="FILE.jsonl")
+    add("--output", "where everything is written", type=Path, metavar="DIR")
+    add("--dtype", "of the frozen base while LoRA is trained", choices=("bfloat16", "float32"))
+    group = result.add_argument_group("how long and how")
+    add("--rank", "rank of the adapters", type=_at_least(1), metavar="R")
+    group.add_argument("--alpha", type=_positive, help="scaling is alpha / rank (default: 2 * rank)")
+    add("--steps", "LoRA steps", type=_at_least(1), metavar="N")
+    add("--base-steps", "steps of base training before them", type=_at_least(1), metavar="N")
+    add("--batch-size", "sequences a step", type=_at_least(1), metavar="N")
+    add("--sequence-length", "tokens a sequence", type=_at_least(8), metavar="N")
+    add(
+        "--learning-rate",
+        f"of the LoRA stage, with --model {CHECKPOINT_LEARNING_RATE}",
+        type=_positive,
+        metavar="LR",
+    )
+    add("--seed", "of weights, adapter and order of the data", type=_at_least(0))
+    group = result.add_argument_group("on what")
+    add(
+        "--kernel",
+        "kernel of the operator; `python -m amx_sft_moe info` lists those of this CPU",
+        metavar="NAME",
+    )
+    group.add_argument(
+        "--threads", type=_at_least(1), metavar="N", help="threads (default: the CPUs of this process)"
+    )
+    group = result.add_argument_group("reporting")
+    add(
+        "--compare-steps",
+        "steps to compare with torch's grouped_mm, 0 for none",
+        type=_at_least(0),
+        metavar="N",
+    )
+    group.add_argument(
+        "--quick", action="store_true", help="tiny sizes, to see in seconds that everything works"
+    )
+    return result
+
+
+def parse(argv: list[str]) -> Options:
+    """The options of a command line. Exits with argparse's message and status 2 where it is not valid."""
+    given = {name: value for name, value in vars(parser().parse_args(argv)).items() if value is not None}
+    defaults = _QUICK if given["quick"] else Options()
+    derived: dict[str, Any] = {"threads": _default_threads()}
+    if "rank" in given:
+        derived["alpha"] = 2.0 * given["rank"]
+    if "model" in given:
+        derived["learning_rate"] = CHECKPOINT_LEARNING_RATE
+    return replace(defaults, **{**derived, **given})

@@ -1,0 +1,182 @@
+"""Token blocks for training: several examples per row, each of which sees only itself."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch.utils.data import Dataset
+from transformers import PreTrainedTokenizerBase
+
+from .corpus import Document, Example
+from .errors import FinetuneError
+from .held_out import IGNORED
+
+OPEN_ROWS = (
+    64  # rows that an example is tried in before a new one is opened; more fill little better and cost time
+)
+
+
+@dataclass(frozen=True)
+class Encoded:
+    """One example as tokens. `labels` has the length of `tokens`, IGNORED where the loss does not count."""
+
+    tokens: list[int]
+    labels: list[int]
+
+
+@dataclass(frozen=True)
+class EncodingCounts:
+    """What happened to the examples on their way to tokens."""
+
+    kept: int
+    truncated: int  # the completion was cut to the sequence length
+    dropped: int  # the prompt alone fills the sequence: nothing would be left to learn
+
+
+class TokenBlocks(Dataset):
+    """`input_ids`, `labels` and `position_ids`, int64 [N, L] each; item i is a dict of the three rows i.
+
+    A position id that does not follow its predecessor starts a new example: transformers derives from it an
+    attention mask under which examples that share a row do not see each other.
+    """
+
+    def __init__(
+        self, input_ids: torch.Tensor, labels: torch.Tensor, position_ids: torch.Tensor, lengths: torch.Tensor
+    ):
+        self.input_ids = input_ids  # [N, L]
+        self.labels = labels  # [N, L]
+        self.position_ids = position_ids  # [N, L]
+        self.lengths = lengths  # [N], tokens of each row that are text; what follows only fills the row up
+
+    def __len__(self) -> int:
+        return self.input_ids.shape[0]
+
+    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+        return {name: tensor[index] for name, tensor in self.tensors().items()}
+
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """The three tensors by the names that the model's forward gives them."""
+        return {"input_ids": self.input_ids, "labels": self.labels, "position_ids": self.position_ids}
+
+    def batch(self, indices: Sequence[int]) -> dict[str, torch.Tensor]:
+        """The rows `indices` of each tensor, [len(indices), L]."""
+        rows = torch.as_tensor(indices)
+        return {name: tensor[rows] for name, tensor in self.tensors().items()}
+
+    def first(self, rows: int) -> TokenBlocks:
+        """The first `rows` rows, or all where there are fewer."""
+        return TokenBlocks(
+            self.input_ids[:rows], self.labels[:rows], self.position_ids[:rows], self.lengths[:rows]
+        )
+
+    @property
+    def tokens(self) -> int:
+        """Tokens that are text, that is, without padding."""
+        return int(self.lengths.sum())
+
+    @property
+    def predicted(self) -> int:
+        """Tokens that the loss counts. The first of a row has no predecessor to be predicted from."""
+        return int((self.labels[:, 1:] != IGNORED).sum())
+
+
+def _encode(tokenizer: PreTrainedTokenizerBase, texts: Sequence[str]) -> list[list[int]]:
+    if not texts:
+        return []
+    # verbose=False: a document longer than the model's context is cut here, which is not worth the warning.
+    return tokenizer(list(texts), add_special_tokens=False, verbose=False)["input_ids"]
+
+
+def encode_examples(
+    tokenizer: PreTrainedTokenizerBase, examples: Sequence[Example], sequence_length: int
+) -> tuple[list[Encoded], EncodingCounts]:
+    """Tokens and labels: prompt (no loss), completion, end of text.
+
+    Prompt and completion are tokenised apart, so the border between them is a token border. An example too
+    long is cut at the end; a plain text too long goes on in further examples instead. The very first token
+    has no label, there is nothing to predict it from.
+    """
+    start = [] if tokenizer.bos_token_id is None else [tokenizer.bos_token_id]
+    end = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
+    prompts = _encode(tokenizer, [example.prompt for example in examples])
+    completions = _encode(tokenizer, [example.completion for example in examples])
+    encoded: list[Encoded] = []
+    truncated = dropped = 0
+    for prompt, completion in zip(prompts, completions, strict=True):
+        context = start + prompt
+        tokens = context + completion + end
+        labels = [IGNORED] * max(len(context), 1) + tokens[max(len(context), 1) :]
+        if len(context) >= sequence_length:
+            dropped += 1
+        elif len(tokens) > sequence_length and not prompt:
+            for at in range(0, len(tokens), sequence_length):
+                piece = slice(at, at + sequence_length)
+                if len(tokens[piece]) > 1:
+                    encoded.append(Encoded(tokens[piece], [IGNORED, *labels[piece][1:]]))
+        else:
+            truncated += len(tokens) > sequence_length
+            encoded.append(Encoded(tokens[:sequence_length], labels[:sequence_length]))
+    return encoded, EncodingCounts(len(examples) - dropped, truncated, dropped)
+
+
+def _fill_rows(encoded: Iterable[Encoded], sequence_length: int) -> list[list[Encoded]]:
+    """First fit, over the last OPEN_ROWS rows."""
+    rows: list[list[Encoded]] = []
+    free: list[int] = []
+    for example in encoded:
+        size = len(example.tokens)
+        first = max(len(rows) - OPEN_ROWS, 0)
+        row = next((row for row in range(first, len(rows)) if free[row] >= size), None)
+        if row is None:
+            rows.append([])
+            free.append(sequence_length)
+            row = len(rows) - 1
+        rows[row].append(example)
+        free[row] -= size
+    return rows
+
+
+def pack(encoded: Sequence[Encoded], sequence_length: int, padding_id: int) -> TokenBlocks:
+    """Lays examples of at most `sequence_length` tokens into rows [N, sequence_length].
+
+    Raises FinetuneError if there are none.
+    """
+    if not encoded:
+        raise FinetuneError(f"no example fits into {sequence_length} tokens; try a larger --sequence-length")
+    rows = _fill_rows(encoded, sequence_length)
+    input_ids = torch.full((len(rows), sequence_length), padding_id, dtype=torch.int64)
+    labels = torch.full_like(input_ids, IGNORED)
+    position_ids = torch.zeros_like(input_ids)
+    lengths = torch.zeros(len(rows), dtype=torch.int64)
+    for index, row in enumerate(rows):
+        at = 0
+        for example in row:
+            end = at + len(example.tokens)
+            input_ids[index, at:end] = torch.tensor(example.tokens)
+            labels[index, at:end] = torch.tensor(example.labels)
+            position_ids[index, at:end] = torch.arange(end - at)
+            at = end
+        # The rest is one more segment, which nothing looks at and whose loss does not count.
+        position_ids[index, at:] = torch.arange(sequence_length - at)
+        lengths[index] = at
+    return TokenBlocks(input_ids, labels, position_ids, lengths)
+
+
+def chunk(
+    tokenizer: PreTrainedTokenizerBase, documents: Sequence[Document], sequence_length: int
+) -> TokenBlocks:
+    """Prose as one stream, cut into rows [N, sequence_length]; an end of text stands between documents.
+
+    The last, incomplete row is left out. FinetuneError if not even one row is full.
+    """
+    stream: list[int] = []
+    for tokens in _encode(tokenizer, [document.text for document in documents]):
+        stream += [*tokens, tokenizer.eos_token_id]
+    rows = len(stream) // sequence_length
+    if rows == 0:
+        raise FinetuneError(f"{len(stream)} tokens of prose do not fill one sequence of {sequence_length}")
+    input_ids = torch.tensor(stream[: rows * sequence_length]).view(rows, sequence_length)
+    position_ids = torch.arange(sequence_length).expand(rows, -1).contiguous()
+    return TokenBlocks(input_ids, input_ids.clone(), position_ids, torch.full((rows,), sequence_length))

@@ -1,0 +1,123 @@
+"""What a run found out, in one place: the terminal, metrics.json, report.md and the picture all read it."""
+
+from __future__ import annotations
+
+import json
+import os
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from .comparison import Lane
+from .hook import BackwardTimes
+from .options import Options
+from .training import Curve
+
+
+@dataclass
+class Data:
+    """Where text and examples come from, and how much of it there is."""
+
+    prose: str  # what the base is trained on; empty where a checkpoint was given
+    examples: str  # what LoRA is trained on
+    prose_tokens: int
+    prose_held_out_tokens: int
+    train_examples: int
+    held_out_examples: int
+    train_tokens: int
+    held_out_tokens: int
+    truncated: int  # examples cut to the sequence length
+    dropped: int  # examples whose prompt alone is too long
+    vocabulary: int
+
+
+@dataclass
+class Model:
+    """Sizes of the model and of its adapter, in numbers (parameters)."""
+
+    name: str
+    layers: int
+    hidden: int
+    intermediate: int
+    experts: int
+    top_k: int
+    frozen: int
+    trained_experts: int
+    trained_attention: int
+
+
+@dataclass
+class Adapter:
+    """The adapter on disk. Losses in nats per token, on the same held-out tokens."""
+
+    bytes: int
+    loss: float  # in this process, experts in the operator
+    stock_loss: float | None  # a fresh process, stock transformers and PEFT; None: no memory for it
+
+
+@dataclass
+class Results:
+    """One run. Parts that the options switch off are None."""
+
+    options: Options
+    environment: dict[str, str]
+    data: Data
+    model: Model
+    base: Curve | None
+    lora: Curve
+    comparison: list[Lane] | None  # ours, then torch's grouped_mm
+    backward: BackwardTimes
+    adapter: Adapter
+    seconds: dict[str, float] = field(default_factory=dict)  # of each stage
+
+    @property
+    def before(self) -> float:
+        """Held-out loss of the base on the examples."""
+        return self.lora.held_out[0][1]
+
+    @property
+    def after(self) -> float:
+        """Held-out loss with the trained adapter."""
+        return self.lora.held_out[-1][1]
+
+    def as_json(self) -> dict[str, Any]:
+        """Everything, as plain values; seconds, nats per token, and counts."""
+
+        def curve(found: Curve | None) -> dict[str, Any] | None:
+            return found and {**asdict(found), "tokens_per_second": found.tokens_per_second}
+
+        def lane(found: Lane) -> dict[str, Any]:
+            medians = {name: found.median(name) for name in ("step", "forward", "backward")}
+            return {**asdict(found), "median": medians, "experts_share": found.share}
+
+        return {
+            "options": self.options.as_json(),
+            "environment": self.environment,
+            "data": asdict(self.data),
+            "model": asdict(self.model),
+            "base_training": curve(self.base),
+            "lora_training": {
+                **curve(self.lora),
+                "held_out_before": self.before,
+                "held_out_after": self.after,
+            },
+            "comparison": self.comparison and [lane(found) for found in self.comparison],
+            "backward_times": asdict(self.backward),
+            "adapter": asdict(self.adapter),
+            "seconds": {**self.seconds, "total": sum(self.seconds.values())},
+        }
+
+
+def write_text(path: Path, text: str) -> None:
+    """Writes a file as a whole or not at all."""
+    partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
+    try:
+        partial.write_text(text, encoding="utf-8")
+        partial.replace(path)
+    finally:
+        partial.unlink(missing_ok=True)
+
+
+def write_metrics(results: Results, path: Path) -> None:
+    """Writes `metrics.json`."""
+    write_text(path, json.dumps(results.as_json(), indent=2) + "\n")

@@ -1,0 +1,215 @@
+"""The stages of a run, each a function that says what it found and returns it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TypeVar
+
+import torch
+from peft import PeftModel
+from transformers import PreTrainedTokenizerBase
+
+from . import adapter, comparison, corpus, hook, jsonl, model, packing, report, results
+from .corpus import Document, Example
+from .model import Trained
+from .options import OURS, TORCH_GROUPED, Options
+from .packing import TokenBlocks
+from .tables import loss
+from .terminal import Terminal
+from .tokenizer import train_tokenizer
+from .training import Curve, train
+
+LIBRARY = "Python's standard library"
+
+Item = TypeVar("Item")
+
+
+@dataclass(frozen=True)
+class Text:
+    """What there is to learn from: (training, held out) of each. No prose where a checkpoint is given."""
+
+    prose: tuple[list[Document], list[Document]]
+    examples: tuple[list[Example], list[Example]]
+    origin: str  # of the examples
+
+
+@dataclass(frozen=True)
+class Base:
+    """The checkpoint that the adapter belongs to; tokens and curve where it was trained here."""
+
+    folder: Path
+    tokenizer: PreTrainedTokenizerBase
+    prose: tuple[TokenBlocks, TokenBlocks] | None = None
+    curve: Curve | None = None
+
+
+@dataclass(frozen=True)
+class Tokens:
+    """The examples as the model sees them."""
+
+    training: TokenBlocks
+    held_out: TokenBlocks
+    truncated: int
+    dropped: int
+
+
+@dataclass(frozen=True)
+class Adapted:
+    """The model with its trained adapter, the adapter that it started from, and how training went."""
+
+    model: PeftModel
+    start: dict[str, torch.Tensor]
+    trained: Trained
+    curve: Curve
+
+
+def _taken(items: Sequence[Item], most: int | None) -> list[Item]:
+    """At most `most` items, spread evenly over all."""
+    if most is None or len(items) <= most:
+        return list(items)
+    return [items[index * len(items) // most] for index in range(most)]
+
+
+def read_text(options: Options, say: Terminal) -> Text:
+    """Reads and splits the prose and the examples that this run needs."""
+    if options.data is None:
+        examples, origin = corpus.questions(), f"signatures and docstrings of {LIBRARY}"
+    else:
+        examples, origin = jsonl.read_examples(options.data), options.data.name
+    prose: tuple[list[Document], list[Document]] = ([], [])
+    if options.model is None:
+        prose = corpus.split_documents(_taken(corpus.prose(), options.texts), options.held_out)
+        characters = [sum(len(document.text) for document in part) for part in prose]
+        say.fact("prose", f"{characters[0]:,} characters for training, {characters[1]:,} held out: {LIBRARY}")
+    split = corpus.split_examples(_taken(examples, options.texts), options.held_out)
+    say.fact("examples", f"{len(split[0]):,} for training, {len(split[1]):,} held out: {origin}")
+    return Text(prose, split, origin)
+
+
+def base_model(options: Options, text: Text, scratch: Path, say: Terminal) -> Base:
+    """The user's checkpoint, or a model made, trained on the prose and written here."""
+    if options.model is not None:
+        return Base(options.model, model.load_tokenizer(options.model))
+    texts = [document.text for document in text.prose[0]]
+    texts += [example.prompt + example.completion for example in text.examples[0]]
+    tokenizer = train_tokenizer(texts, options.shape.vocabulary, options.sequence_length)
+    training, held_out = (packing.chunk(tokenizer, part, options.sequence_length) for part in text.prose)
+    held_out = held_out.first(options.evaluation_rows)
+    made = model.make_model(options.shape, tokenizer, options.sequence_length, options.seed)
+    shape = options.shape
+    sizes = f"{shape.layers} layers, H = {shape.hidden}, I = {shape.intermediate}, E = {shape.experts}"
+    say.fact("tokenizer", f"byte-level BPE, {len(tokenizer):,} tokens")
+    say.fact("model", f"Qwen3-MoE, {sizes}, top-{shape.top_k}, {made.num_parameters():,} parameters")
+    say.fact("training", f"{training.tokens:,} tokens of prose, all parameters, fp32, {TORCH_GROUPED}")
+    curve = train(
+        made,
+        training,
+        held_out,
+        title="  base",
+        steps=options.base_steps,
+        batch_size=options.batch_size,
+        learning_rate=options.base_learning_rate,
+        seed=options.seed,
+        scratch=scratch,
+    )
+    _say_curve(say, curve)
+    folder = options.output / "base-model"
+    with adapter.whole_folder(folder) as partial:
+        model.save_base(made, tokenizer, getattr(torch, options.dtype), partial)
+    return Base(folder, tokenizer, (training, held_out), curve)
+
+
+def examples_as_tokens(
+    options: Options, text: Text, tokenizer: PreTrainedTokenizerBase, say: Terminal
+) -> Tokens:
+    """Packs the examples, and says how many did not fit."""
+    padding = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id or 0
+    blocks: list[TokenBlocks] = []
+    truncated = dropped = 0
+    for part in text.examples:
+        encoded, counts = packing.encode_examples(tokenizer, part, options.sequence_length)
+        blocks.append(packing.pack(encoded, options.sequence_length, padding))
+        truncated += counts.truncated
+        dropped += counts.dropped
+    training, held_out = blocks
+    say.fact("examples", f"{training.tokens:,} tokens, {training.predicted:,} of them in answers, which count")
+    if truncated or dropped:
+        limit = options.sequence_length
+        say.fact("too long", f"{truncated:,} examples cut to {limit} tokens, {dropped:,} left out")
+    return Tokens(training, held_out.first(options.evaluation_rows), truncated, dropped)
+
+
+def train_adapter(options: Options, base: Base, tokens: Tokens, scratch: Path, say: Terminal) -> Adapted:
+    """LoRA through the Trainer, the experts in our operator."""
+    bare = model.load_model(base.folder, getattr(torch, options.dtype), OURS)
+    adapted = model.add_adapter(bare, options.rank, options.alpha, options.seed)
+    trained = model.trained_parameters(adapted)
+    experts = f"{trained.experts:,} parameters on the experts of {trained.layers} layers"
+    say.fact("trained", f"{experts}, {trained.attention:,} on attention, rank {options.rank}, fp32")
+    say.fact("frozen", f"{trained.frozen:,} parameters in {options.dtype}")
+    start = model.adapter_state(adapted)
+    curve = train(
+        adapted,
+        tokens.training,
+        tokens.held_out,
+        title="  LoRA",
+        steps=options.steps,
+        batch_size=options.batch_size,
+        learning_rate=options.learning_rate,
+        seed=options.seed,
+        scratch=scratch,
+    )
+    _say_curve(say, curve)
+    return Adapted(adapted, start, trained, curve)
+
+
+def save(
+    options: Options, base: Base, adapted: Adapted, tokens: Tokens, scratch: Path, say: Terminal
+) -> results.Adapter:
+    """Writes the adapter and has stock PEFT read it back, where memory is left for a second model."""
+    folder = options.output / "adapter"
+    adapter.save_adapter(adapted.model, base.tokenizer, folder)
+    here = adapted.curve.held_out[-1][1]
+    stock = None
+    if model.room_for_a_copy(adapted.model):
+        dtype = getattr(torch, options.dtype)
+        stock = adapter.stock_loss(
+            base.folder, folder, tokens.held_out, dtype, options.batch_size, options.threads, scratch
+        )
+        say.fact("held-out loss", f"{loss(here)} here, {loss(stock)} in stock PEFT on a fresh base")
+    else:
+        say.fact("held-out loss", f"{loss(here)} here; not read back, memory is short for a second model")
+    return results.Adapter(sum(file.stat().st_size for file in folder.glob("adapter_model*")), here, stock)
+
+
+def compare(
+    options: Options, adapted: Adapted, batches: Sequence[dict[str, torch.Tensor]], say: Terminal
+) -> list[comparison.Lane] | None:
+    """The same steps with torch's grouped_mm beside ours, where memory is left for W + BA of all layers."""
+    if not model.room_for_a_copy(adapted.model):
+        say.fact("left out", "PEFT would hold a second copy of the weights, memory is short for it")
+        return None
+    lanes = comparison.compare(
+        adapted.model, (OURS, TORCH_GROUPED), adapted.start, batches, options.learning_rate
+    )
+    for table in (report.step_loss_table(*lanes), report.step_time_table(*lanes)):
+        say.table(table)
+    return lanes
+
+
+def backward_times(
+    options: Options, adapted: Adapted, batch: dict[str, torch.Tensor], scratch: Path, say: Terminal
+) -> hook.BackwardTimes:
+    """The timing dump of one layer's backward."""
+    times = hook.backward_times(adapted.model, batch, options.kernel, options.threads, scratch)
+    say.fact("layer", f"{times.layer} of {times.layers}, {batch['input_ids'].numel():,} tokens")
+    say.text(times.text)
+    return times
+
+
+def _say_curve(say: Terminal, curve: Curve) -> None:
+    before, after = curve.held_out[0][1], curve.held_out[-1][1]
+    say.fact("held-out loss", f"{loss(before)} before, {loss(after)} after {len(curve.step_seconds)} steps")
+    say.fact("speed", f"{curve.tokens_per_second:,.0f} tokens/s")

@@ -1,0 +1,43 @@
+"""Plug-ins for the libraries around torch: the experts of transformers models, LoRA of PEFT."""
+
+from __future__ import annotations
+
+import importlib.util
+
+from amx_sft_moe.sft_moe import SftMoe
+
+
+def register(
+    name: str = "amx_sft_moe", *, kernel: str = "auto", num_threads: int | None = None, peft: bool = True
+) -> None:
+    """Makes ``experts_implementation=name`` work in transformers models, with PEFT's LoRA on their experts.
+
+    Call it before the model is made: ``from_pretrained(..., experts_implementation="amx_sft_moe")`` or
+    ``model.set_experts_implementation("amx_sft_moe")``. Layers are taken by their shapes, flags and
+    activation (Qwen3-MoE and its like: fused ``gate_up_proj [E, 2I, H]``, SiLU); what is not understood runs
+    through transformers' default implementation, with one warning that says why. Calling again replaces the
+    options.
+
+    Base weights must be frozen; while they train, the default implementation runs.
+
+    Args:
+        name: under which transformers finds it; different names may have different options.
+        kernel: as for :class:`amx_sft_moe.SftMoe`; an unknown one is refused here.
+        num_threads: as for :class:`amx_sft_moe.SftMoe`.
+        peft: read LoRA factors from PEFT's modules, so that ``W + BA`` is never built. This imports peft,
+            where it is installed, and replaces a private method of the versions it was tested with; other
+            versions still work, at the price of what PEFT itself evaluates. ``False`` leaves PEFT alone.
+
+    Raises:
+        KernelError: the kernel is unknown or not available. ImportError: no transformers, or one without this
+            hook.
+    """
+    from amx_sft_moe.integrations import experts_hook
+
+    # Refuses options that no layer could be made with.
+    SftMoe(1, 1, 1, 1, kernel=kernel, num_threads=num_threads)
+    experts_hook.register(name, kernel, num_threads)
+    if peft and importlib.util.find_spec("peft") is not None:
+        from amx_sft_moe.integrations import peft_lora
+
+        peft_lora.install(experts_hook.is_ours)

@@ -1,0 +1,120 @@
+"""Frozen experts of one layer, and operators for them: one per thread that asks, all of a thread on one
+workspace."""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from amx_sft_moe import _core
+from amx_sft_moe.errors import ArgumentError
+from amx_sft_moe.sft_moe import as_int, parse_activation
+
+
+def require_frozen(name: str, weight: torch.Tensor) -> None:
+    """Raises ArgumentError, naming the weight, where it requires a gradient."""
+    if weight.requires_grad:
+        raise ArgumentError(
+            f"{name}: expected a base weight that requires no gradient (gradients of base weights are not "
+            "computed), got requires_grad=True"
+        )
+
+
+class _ThreadState(threading.local):
+    """What one thread uses for all its layers. Layers of a model run one after another, so they share scratch
+    memory; two threads never do."""
+
+    def __init__(self) -> None:
+        self.workspace = _core.Workspace()
+        self.operators: weakref.WeakKeyDictionary[FrozenExperts, tuple[_core.SftMoe, tuple[int, ...]]] = (
+            weakref.WeakKeyDictionary()
+        )
+
+
+_of_this_thread = _ThreadState()
+
+
+class FrozenExperts:
+    """Base weights of one layer: ``gate_up_proj [E, 2I, H]`` (gate rows first) or ``gate_proj``, ``up_proj``
+    ``[E, I, H]``, and ``down_proj [E, H, I]``; CPU tensors, all bfloat16 or all float32.
+
+    The tensors are kept, not copied. A parameter whose memory moves (``.to()``, FSDP, merging) is noticed at
+    the next use. Weights that require a gradient are refused where one would be recorded: it is not computed.
+    """
+
+    def __init__(
+        self,
+        *,
+        top_k: int,
+        down_proj: torch.Tensor,
+        gate_up_proj: torch.Tensor | None = None,
+        gate_proj: torch.Tensor | None = None,
+        up_proj: torch.Tensor | None = None,
+        activation: str | Mapping[str, Any] = "silu",
+        kernel: str = "auto",
+        num_threads: int | None = None,
+    ) -> None:
+        given = {
+            "gate_up_proj": gate_up_proj,
+            "gate_proj": gate_proj,
+            "up_proj": up_proj,
+            "down_proj": down_proj,
+        }
+        self._weights = {name: weight for name, weight in given.items() if weight is not None}
+        for name, weight in self._weights.items():
+            if not isinstance(weight, torch.Tensor):
+                raise TypeError(f"{name}: expected a torch.Tensor, got {type(weight).__name__}")
+            if weight.dim() != 3:
+                raise ArgumentError(f"{name}: expected 3 dimensions, got shape {list(weight.shape)}")
+        if "down_proj" not in self._weights:
+            raise TypeError("down_proj: expected a torch.Tensor, got None")
+        self.num_experts, self.hidden_size, self.intermediate_size = down_proj.shape
+        self.top_k = as_int("top_k", top_k, 1)
+        name, limit, alpha = parse_activation(activation)
+        self._options = {
+            "num_experts": self.num_experts,
+            "top_k": self.top_k,
+            "hidden_size": self.hidden_size,
+            "intermediate_size": self.intermediate_size,
+            "lora_alpha": None,
+            "max_tokens": None,
+            "cache_depth": 1,
+            "activation": name,
+            "limit": limit,
+            "alpha": alpha,
+            "kernel": kernel,
+            "num_threads": 0 if num_threads is None else as_int("num_threads", num_threads, 1),
+        }
+        self.operator()  # here and not at the first use, what does not fit is refused
+
+    @property
+    def weights(self) -> dict[str, torch.Tensor]:
+        """The base weights by name."""
+        return self._weights
+
+    def operator(self) -> _core.SftMoe:
+        """The calling thread's operator, its base weights where they are now."""
+        state = _of_this_thread
+        addresses = tuple([weight.data_ptr() for weight in self._weights.values()])
+        found = state.operators.get(self)
+        if found is not None and found[1] == addresses:
+            return found[0]
+        made = found[0] if found is not None else _core.SftMoe(**self._options, workspace=state.workspace)
+        weights = self._weights
+        made.set_base(
+            weights.get("gate_proj"),
+            weights.get("up_proj"),
+            weights.get("down_proj"),
+            weights.get("gate_up_proj"),
+        )
+        state.operators[self] = (made, addresses)
+        return made
+
+    def require_frozen(self) -> None:
+        """Raises ArgumentError where a base weight requires a gradient, which nobody would compute."""
+        for name, weight in self._weights.items():
+            require_frozen(name, weight)

@@ -1,0 +1,155 @@
+"""torch modules: the experts of a layer with trainable LoRA factors on frozen base weights.
+
+:func:`sft_moe` is the function below the module, for models that keep their parameters elsewhere.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from amx_sft_moe.autograd import LoraFactors, sft_moe
+from amx_sft_moe.layer import FrozenExperts, require_frozen
+from amx_sft_moe.sft_moe import as_float, as_int
+
+__all__ = ["FrozenExperts", "LoraFactors", "SftMoeExperts", "sft_moe"]
+
+_BASE_NAMES = ("gate_up_proj", "gate_proj", "up_proj", "down_proj")
+_SEPARATE = ("gate_lora_a", "gate_lora_b", "up_lora_a", "up_lora_b", "down_lora_a", "down_lora_b")
+_SHARED = ("gate_up_lora_a", "gate_up_lora_b", None, None, "down_lora_a", "down_lora_b")
+
+
+class SftMoeExperts(nn.Module):
+    """Experts of one MoE layer: frozen base weights and, with ``lora_rank > 0``, trainable LoRA factors.
+
+    The router stays outside. Base weights are parameters that require no gradient and share the memory of the
+    tensors given; they are not copied. Factors start as in PEFT: A uniform (Kaiming), B zero.
+
+    Parameters of the module: ``gate_up_proj`` or ``gate_proj`` and ``up_proj``, ``down_proj``; the factors
+    ``gate_lora_a [E, r, H]``, ``gate_lora_b [E, I, r]``, ``up_lora_a``, ``up_lora_b``, ``down_lora_a [E, r,
+    I]``, ``down_lora_b [E, H, r]``, or with ``shared_lora_a`` ``gate_up_lora_a [E, r, H]``, ``gate_up_lora_b
+    [E, 2I, r]``.
+
+    Args:
+        top_k: routes per token.
+        gate_up_proj: ``[E, 2I, H]``, gate rows first; or
+        gate_proj, up_proj: ``[E, I, H]`` each.
+        down_proj: ``[E, H, I]``. All bfloat16, or all float32, in CPU memory.
+        lora_rank: r; 0 for no adapter.
+        lora_alpha: the scaling is ``lora_alpha / lora_rank``; ``None`` means 1.
+        shared_lora_a: gate and up share one A, as in PEFT's adapters of fused experts.
+        lora_dtype: of the factors, float32 or bfloat16.
+        activation, kernel, num_threads: as for :class:`amx_sft_moe.SftMoe`.
+
+    Threading: threads may run one module at the same time; each gets an operator and scratch memory of its
+        own.
+    """
+
+    def __init__(
+        self,
+        top_k: int,
+        *,
+        down_proj: torch.Tensor,
+        gate_up_proj: torch.Tensor | None = None,
+        gate_proj: torch.Tensor | None = None,
+        up_proj: torch.Tensor | None = None,
+        lora_rank: int = 0,
+        lora_alpha: float | None = None,
+        shared_lora_a: bool = False,
+        lora_dtype: torch.dtype = torch.float32,
+        activation: str | Mapping[str, Any] = "silu",
+        kernel: str = "auto",
+        num_threads: int | None = None,
+    ) -> None:
+        super().__init__()
+        self.top_k = as_int("top_k", top_k, 1)
+        self.lora_rank = as_int("lora_rank", lora_rank, 0)
+        self.lora_alpha = None if lora_alpha is None else as_float("lora_alpha", lora_alpha)
+        self.shared_lora_a = shared_lora_a
+        if lora_dtype not in (torch.float32, torch.bfloat16):
+            raise TypeError(f"lora_dtype: expected torch.float32 or torch.bfloat16, got {lora_dtype}")
+        self._options = {"activation": activation, "kernel": kernel, "num_threads": num_threads}
+        given = dict(zip(_BASE_NAMES, (gate_up_proj, gate_proj, up_proj, down_proj), strict=True))
+        for name, weight in given.items():
+            if weight is not None:
+                require_frozen(name, weight)
+            self.register_parameter(name, None if weight is None else nn.Parameter(weight, requires_grad=False))
+        self._experts: FrozenExperts | None = None
+        frozen = self.experts()  # refuses shapes and dtypes that do not fit
+        self.num_experts, self.hidden_size, self.intermediate_size = (
+            frozen.num_experts,
+            frozen.hidden_size,
+            frozen.intermediate_size,
+        )
+        self._make_factors(lora_dtype)
+
+    def _make_factors(self, dtype: torch.dtype) -> None:
+        e, r, h, i = self.num_experts, self.lora_rank, self.hidden_size, self.intermediate_size
+        shapes = {"down_lora_a": (e, r, i), "down_lora_b": (e, h, r)}
+        if self.shared_lora_a:
+            shapes |= {"gate_up_lora_a": (e, r, h), "gate_up_lora_b": (e, 2 * i, r)}
+        else:
+            shapes |= dict.fromkeys(("gate_lora_a", "up_lora_a"), (e, r, h))
+            shapes |= dict.fromkeys(("gate_lora_b", "up_lora_b"), (e, i, r))
+        for name, shape in shapes.items():
+            self.register_parameter(name, nn.Parameter(torch.empty(shape, dtype=dtype)) if r > 0 else None)
+        self.reset_lora_parameters()
+
+    def reset_lora_parameters(self) -> None:
+        """Draws A anew and sets B to zero, so that the adapter is the identity."""
+        for name in self.lora_names():
+            factor = getattr(self, name)
+            if name.endswith("_a"):
+                for expert in factor:
+                    nn.init.kaiming_uniform_(expert, a=math.sqrt(5))
+            else:
+                nn.init.zeros_(factor)
+
+    def lora_names(self) -> list[str]:
+        """Names of the LoRA parameters, in the order of :class:`LoraFactors`."""
+        if self.lora_rank == 0:
+            return []
+        return [name for name in (_SHARED if self.shared_lora_a else _SEPARATE) if name is not None]
+
+    @property
+    def scaling(self) -> float:
+        """``lora_alpha / lora_rank``."""
+        return 1.0 if self.lora_alpha is None or self.lora_rank == 0 else self.lora_alpha / self.lora_rank
+
+    def experts(self) -> FrozenExperts:
+        """The base weights as the operator sees them; made anew where a parameter was replaced."""
+        weights = {name: weight for name in _BASE_NAMES if (weight := getattr(self, name)) is not None}
+        found = self._experts
+        if found is None or any(weights.get(name) is not weight for name, weight in found.weights.items()):
+            found = FrozenExperts(top_k=self.top_k, **weights, **self._options)
+            self._experts = found
+        return found
+
+    def forward(self, x: torch.Tensor, expert_ids: torch.Tensor, routing_weights: torch.Tensor) -> torch.Tensor:
+        """Experts' output, of the shape and dtype of x.
+
+        Args:
+            x: ``[..., H]`` bfloat16 or float32.
+            expert_ids: ``[T, k]`` int64 or int32, T the number of tokens in x.
+            routing_weights: ``[T, k]`` float32 or bfloat16.
+        """
+        names = _SHARED if self.shared_lora_a else _SEPARATE
+        factors = tuple([None if name is None else getattr(self, name) for name in names])
+        lora = LoraFactors(factors, self.shared_lora_a and self.lora_rank > 0, (self.scaling,) * 3)
+        y = sft_moe(self.experts(), x.reshape(-1, x.shape[-1]), expert_ids, routing_weights, lora)
+        return y.view(x.shape)
+
+    def __getstate__(self) -> dict[str, Any]:
+        # Copies and pickles make operators of their own: this one's views are of this module's tensors.
+        return {**self.__dict__, "_experts": None}
+
+    def extra_repr(self) -> str:
+        return (
+            f"num_experts={self.num_experts}, top_k={self.top_k}, hidden_size={self.hidden_size}, "
+            f"intermediate_size={self.intermediate_size}, lora_rank={self.lora_rank}, "
+            f"scaling={self.scaling:g}"
+        )

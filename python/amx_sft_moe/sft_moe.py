@@ -1,0 +1,392 @@
+"""The operator for callers who do their own backward: expert part of an MoE layer with LoRA, forward and
+backward."""
+
+from __future__ import annotations
+
+import operator as _index_protocol
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from amx_sft_moe import _core
+from amx_sft_moe.errors import ArgumentError
+
+# A torch.Tensor, a numpy or ml_dtypes array, or any object that speaks DLPack. Named for the reader only:
+# torch is optional and there is no type that covers them all.
+Tensor = Any
+
+GRADIENT_NAMES = (
+    "grad_x",
+    "grad_routing_weights",
+    "gate_lora_a",
+    "gate_lora_b",
+    "up_lora_a",
+    "up_lora_b",
+    "down_lora_a",
+    "down_lora_b",
+    "gate_up_lora_a",
+    "gate_up_lora_b",
+)
+
+# The published gpt-oss constants (model card and reference implementation).
+_GPT_OSS_LIMIT = 7.0
+_GPT_OSS_ALPHA = 1.702
+
+
+def as_int(name: str, value: Any, minimum: int) -> int:
+    """``value`` as an int of at least ``minimum``; raises TypeError or ArgumentError that names ``name``."""
+    try:
+        number = _index_protocol.index(value)
+    except TypeError:
+        raise TypeError(f"{name}: expected an int, got {type(value).__name__} {value!r}") from None
+    if number < minimum:
+        raise ArgumentError(f"{name}: expected at least {minimum}, got {number}")
+    return number
+
+
+def as_float(name: str, value: Any) -> float:
+    """``value`` as a float; raises TypeError that names ``name``."""
+    try:
+        return float(value)
+    except (TypeError, ValueError):
+        raise TypeError(f"{name}: expected a number, got {type(value).__name__} {value!r}") from None
+
+
+def parse_activation(activation: str | Mapping[str, Any]) -> tuple[str, float, float]:
+    """``(name, limit, alpha)`` of an activation given as a name or as a mapping with ``limit`` and
+    ``alpha``."""
+    if isinstance(activation, str):
+        if activation not in ("silu", "gpt_oss"):
+            raise ArgumentError(f'activation: expected "silu" or "gpt_oss", got "{activation}"')
+        return activation, _GPT_OSS_LIMIT, _GPT_OSS_ALPHA
+    if not isinstance(activation, Mapping):
+        raise TypeError(f"activation: expected a str or a mapping, got {type(activation).__name__}")
+    unknown = set(activation) - {"name", "limit", "alpha"}
+    if unknown:
+        raise ArgumentError(f"activation: expected the keys name, limit and alpha, got also {sorted(unknown)}")
+    name = activation.get("name", "gpt_oss")
+    if name != "gpt_oss":
+        raise ArgumentError(f'activation: expected the name "gpt_oss" beside limit and alpha, got "{name}"')
+    limit = as_float("activation limit", activation.get("limit", _GPT_OSS_LIMIT))
+    if not limit > 0:
+        raise ArgumentError(f"activation limit: expected a number above 0, got {limit}")
+    return name, limit, as_float("activation alpha", activation.get("alpha", _GPT_OSS_ALPHA))
+
+
+class Workspace(_core.Workspace):
+    """Scratch memory that several operators may share, as long as they run one after another.
+
+    Pass one object as ``workspace=`` to the operators of all layers of a model that one thread runs.
+    """
+
+
+class Gradients:
+    """Result of :meth:`SftMoe.backward`. What was not computed, or does not exist for this adapter, is
+    ``None``.
+
+    Attributes:
+        grad_x: ``[T, H]``, dtype of ``x``.
+        grad_routing_weights: ``[T, k]``, dtype of ``routing_weights``.
+        gate_lora_a, gate_lora_b, up_lora_a, up_lora_b, down_lora_a, down_lora_b: shape and dtype of the
+            factors.
+        gate_up_lora_a, gate_up_lora_b: instead of the gate and up ones where gate and up share one A.
+    """
+
+    __slots__ = GRADIENT_NAMES
+
+    grad_x: Tensor | None
+    grad_routing_weights: Tensor | None
+    gate_lora_a: Tensor | None
+    gate_lora_b: Tensor | None
+    up_lora_a: Tensor | None
+    up_lora_b: Tensor | None
+    down_lora_a: Tensor | None
+    down_lora_b: Tensor | None
+    gate_up_lora_a: Tensor | None
+    gate_up_lora_b: Tensor | None
+
+    def __init__(self, **tensors: Tensor) -> None:
+        for name in GRADIENT_NAMES:
+            setattr(self, name, tensors.pop(name, None))
+        if tensors:
+            raise ArgumentError(f"Gradients: expected names out of {GRADIENT_NAMES}, got {sorted(tensors)}")
+
+    def as_dict(self) -> dict[str, Tensor]:
+        """Names and tensors of the gradients that are there."""
+        return {name: value for name in GRADIENT_NAMES if (value := getattr(self, name)) is not None}
+
+    def __repr__(self) -> str:
+        shapes = ", ".join(f"{name}={list(tensor.shape)}" for name, tensor in self.as_dict().items())
+        return f"Gradients({shapes})"
+
+
+class SftMoe:
+    """Experts of one MoE layer with LoRA: ``y[t] = sum over routes of w * down(act(gate(x), up(x)))``.
+
+    Base weights are frozen, read where they lie and never copied. Nothing here builds an autograd graph:
+    tensors that require a gradient are read as they are. For autograd see :mod:`amx_sft_moe.nn`.
+
+    Dimensions: T tokens, k = ``top_k``, E experts, H hidden, I intermediate, r a LoRA rank.
+
+    Results are of the caller's kind (torch tensors for torch callers, numpy arrays, with ml_dtypes' bfloat16,
+    for all others) and own their memory unless ``out=`` was given. Inputs are bfloat16 or float32, of any row
+    stride.
+
+    Threading: the GIL is released while computing. An object serves one call at a time; a second thread gets
+    a :class:`StateError`. Different objects never disturb each other.
+
+    Args:
+        num_experts: E.
+        top_k: routes per token; routes may repeat an expert or be skipped (an id outside ``[0, E)``).
+        hidden_size: H.
+        intermediate_size: I.
+        lora_rank: the rank that the caller has in mind, 0 for none. The ranks that count come from the shapes
+            of the factors given to :meth:`set_lora` and may differ per projection.
+        lora_alpha: LoRA scaling is ``lora_alpha / r``; ``None`` means a scaling of 1.
+        max_tokens: more tokens in a call are refused; ``None``: buffers grow.
+        cache_depth: how many forwards may wait for their backward.
+        activation: ``"silu"`` (SiLU-GLU), ``"gpt_oss"``, or a mapping ``{"limit": 7.0, "alpha": 1.702}`` for
+            gpt-oss's clamped form.
+        kernel: ``"auto"`` (the environment variable ``AMX_SFT_MOE_KERNEL`` if set, else the best available)
+            or a name that :func:`amx_sft_moe.info` lists.
+        num_threads: threads of a call; ``None``: as many as OpenMP would use.
+        workspace: scratch memory to share with other operators.
+
+    Raises:
+        KernelError: the kernel is unknown or not available here.
+        ArgumentError: a size or option out of range.
+    """
+
+    def __init__(
+        self,
+        num_experts: int,
+        top_k: int,
+        hidden_size: int,
+        intermediate_size: int,
+        lora_rank: int = 0,
+        lora_alpha: float | None = None,
+        max_tokens: int | None = None,
+        cache_depth: int = 1,
+        activation: str | Mapping[str, Any] = "silu",
+        kernel: str = "auto",
+        num_threads: int | None = None,
+        *,
+        workspace: Workspace | None = None,
+    ) -> None:
+        name, limit, alpha = parse_activation(activation)
+        if not isinstance(kernel, str):
+            raise TypeError(f"kernel: expected a str, got {type(kernel).__name__}")
+        if workspace is not None and not isinstance(workspace, _core.Workspace):
+            raise TypeError(f"workspace: expected a Workspace, got {type(workspace).__name__}")
+        self.num_experts = as_int("num_experts", num_experts, 1)
+        self.top_k = as_int("top_k", top_k, 1)
+        self.hidden_size = as_int("hidden_size", hidden_size, 1)
+        self.intermediate_size = as_int("intermediate_size", intermediate_size, 1)
+        self.lora_rank = as_int("lora_rank", lora_rank, 0)
+        self.lora_alpha = None if lora_alpha is None else as_float("lora_alpha", lora_alpha)
+        self._core = _core.SftMoe(
+            num_experts=self.num_experts,
+            top_k=self.top_k,
+            hidden_size=self.hidden_size,
+            intermediate_size=self.intermediate_size,
+            lora_alpha=self.lora_alpha,
+            max_tokens=None if max_tokens is None else as_int("max_tokens", max_tokens, 0),
+            cache_depth=as_int("cache_depth", cache_depth, 1),
+            activation=name,
+            limit=limit,
+            alpha=alpha,
+            kernel=kernel,
+            num_threads=0 if num_threads is None else as_int("num_threads", num_threads, 1),
+            workspace=workspace,
+        )
+
+    @property
+    def kernel(self) -> str:
+        """Name of the kernel in use; before :meth:`set_base` the name that was asked for."""
+        return self._core.kernel
+
+    @property
+    def weight_dtype(self) -> str | None:
+        """``"bfloat16"`` or ``"float32"``; ``None`` before :meth:`set_base`."""
+        return self._core.weight_dtype
+
+    @property
+    def saved_depth(self) -> int:
+        """How many forwards wait for their backward."""
+        return self._core.saved_depth
+
+    def set_base(
+        self,
+        gate_proj: Tensor | Sequence[Tensor] | None = None,
+        up_proj: Tensor | Sequence[Tensor] | None = None,
+        down_proj: Tensor | Sequence[Tensor] | None = None,
+        *,
+        gate_up_proj: Tensor | Sequence[Tensor] | None = None,
+    ) -> None:
+        """Sets the frozen base weights: views of the given tensors, which are kept alive and must stay in
+        place.
+
+        Each weight is one stacked tensor or a list of one matrix per expert, read-only memory maps included.
+        All are bfloat16, or all float32, which selects fp32 kernels. Rows and experts may be strided; the
+        elements of a row are adjacent. In-place changes are seen by the next call; call again when a tensor's
+        memory moves.
+
+        Args:
+            gate_proj: ``[E, I, H]``.
+            up_proj: ``[E, I, H]``.
+            down_proj: ``[E, H, I]``.
+            gate_up_proj: ``[E, 2I, H]``, gate rows first, instead of ``gate_proj`` and ``up_proj``.
+        """
+        self._core.set_base(gate_proj, up_proj, down_proj, gate_up_proj)
+
+    def set_lora(
+        self,
+        gate_lora_a: Tensor | None = None,
+        gate_lora_b: Tensor | None = None,
+        up_lora_a: Tensor | None = None,
+        up_lora_b: Tensor | None = None,
+        down_lora_a: Tensor | None = None,
+        down_lora_b: Tensor | None = None,
+        *,
+        gate_up_lora_a: Tensor | None = None,
+        gate_up_lora_b: Tensor | None = None,
+        gate_scaling: float | None = None,
+        up_scaling: float | None = None,
+        down_scaling: float | None = None,
+    ) -> None:
+        """Sets the LoRA factors, ``W + scaling B A`` per expert; without arguments removes them.
+
+        Factors are bfloat16 or float32 of any strides and are read anew in every call: nothing has to be
+        called after an optimiser step. A projection without factors has no adapter. Where ``gate_lora_a`` and
+        ``up_lora_a`` are the same tensor, its gradient is the sum of both, in ``gate_lora_a``, and
+        ``up_lora_a`` is ``None``.
+
+        Args:
+            gate_lora_a, up_lora_a: ``[E, r, H]``; ``down_lora_a``: ``[E, r, I]``.
+            gate_lora_b, up_lora_b: ``[E, I, r]``; ``down_lora_b``: ``[E, H, r]``.
+            gate_up_lora_a: ``[E, r, H]``, one A that gate and up share, instead of four gate and up factors.
+            gate_up_lora_b: ``[E, 2I, r]``, gate rows first.
+            gate_scaling, up_scaling, down_scaling: default ``lora_alpha / r``, or 1 without ``lora_alpha``.
+        """
+        separate = (gate_lora_a, gate_lora_b, up_lora_a, up_lora_b)
+        shared = gate_up_lora_a is not None or gate_up_lora_b is not None
+        if shared and any(factor is not None for factor in separate):
+            raise TypeError(
+                "set_lora: expected either gate_up_lora_a and _b or separate gate and up factors, got both"
+            )
+        gate_up = (gate_up_lora_a, gate_up_lora_b, None, None) if shared else separate
+        scaling = [
+            None if value is None else as_float(name, value)
+            for name, value in (
+                ("gate_scaling", gate_scaling),
+                ("up_scaling", up_scaling),
+                ("down_scaling", down_scaling),
+            )
+        ]
+        self._core.set_lora(_core.LoraFactors(shared, (*gate_up, down_lora_a, down_lora_b), scaling))
+
+    def forward_sft(
+        self,
+        x: Tensor,
+        expert_ids: Tensor,
+        routing_weights: Tensor,
+        save_for_backward: bool = True,
+        out: Tensor | None = None,
+    ) -> Tensor:
+        """Computes y ``[T, H]``, of the dtype of ``x`` unless ``out`` says otherwise.
+
+        Args:
+            x: ``[T, H]`` bfloat16 or float32.
+            expert_ids: ``[T, k]`` int64 or int32; an id outside ``[0, E)`` skips the route.
+            routing_weights: ``[T, k]`` float32 or bfloat16.
+            save_for_backward: push what :meth:`backward` needs onto the stack (depth ``cache_depth``);
+                ``False`` for evaluation saves nothing.
+            out: ``[T, H]`` bfloat16 or float32, written and returned; never copied.
+
+        Raises:
+            ArgumentError, TypeError: an argument does not fit. StateError: no base weights, or the stack is
+                full.
+        """
+        return self._core.forward_sft(x, expert_ids, routing_weights, save_for_backward, out)
+
+    def backward(
+        self,
+        grad_y: Tensor,
+        accumulate: bool = False,
+        scale: float = 1.0,
+        out: Gradients | Mapping[str, Tensor] | None = None,
+        *,
+        skip: Iterable[str] = (),
+    ) -> Gradients:
+        """Pops the last saved forward and computes its gradients. A refused call keeps the entry.
+
+        Args:
+            grad_y: ``[T, H]`` bfloat16 or float32.
+            accumulate: add the LoRA gradients to what ``out`` holds instead of overwriting. ``grad_x`` and
+                ``grad_routing_weights`` are always overwritten.
+            scale: multiplied into this call's contribution to the LoRA gradients.
+            out: tensors that receive gradients, by name; what it does not name is allocated. With
+                ``accumulate`` it must name every LoRA gradient that is not skipped.
+            skip: names of gradients that are not wanted and not computed, such as ``"grad_x"`` in a first
+                layer.
+
+        Returns:
+            Gradients: LoRA gradients in the factors' shapes and dtypes. Experts without tokens get exact
+                zeros.
+        """
+        given = out.as_dict() if isinstance(out, Gradients) else out
+        if given is None:
+            given = {}
+        elif not isinstance(given, Mapping):
+            raise TypeError(
+                f"out: expected Gradients or a mapping of names to tensors, got {type(out).__name__}"
+            )
+        else:
+            given = {name: tensor for name, tensor in given.items() if tensor is not None}
+        skipped = set(skip)
+        unknown = skipped - set(GRADIENT_NAMES)
+        if unknown:
+            raise ArgumentError(f"skip: expected names out of {GRADIENT_NAMES}, got {sorted(unknown)}")
+        tensors = self._core.backward(grad_y, bool(accumulate), as_float("scale", scale), given, skipped)
+        return Gradients(**tensors)
+
+    def clear(self) -> None:
+        """Forgets all forwards that wait for their backward."""
+        self._core.clear()
+
+    def last_forward_times(self) -> dict[str, Any]:
+        """Where the time of the last forward went; empty before the first one.
+
+        Keys: ``total_ms``, ``tokens``, ``routed_rows``, ``sync_points``; ``groups`` and ``phases`` (name to
+        wall milliseconds), ``kinds`` (phase to ``"measured"``, ``"fused"``, ``"not needed"`` or ``"total"``),
+        and ``threads``: per thread ``busy_ms``, ``waiting_ms``, and its ``phases`` (ms) and ``tasks``.
+        """
+        return self._core.last_times(False)
+
+    def last_backward_times(self) -> dict[str, Any]:
+        """The same for the last backward, under the published names (``D3_gemm``, ``backward_down``, ...)."""
+        return self._core.last_times(True)
+
+    def dump_times(self, form: str = "text") -> str:
+        """The last forward and the last backward as text in the published form, or as JSON lines.
+
+        ``AMX_SFT_MOE_TIMER=text`` (or ``json``), with ``AMX_SFT_MOE_TIMER_FILE`` if it is not to go to standard
+        error, dumps each step of every operator made while it is set.
+
+        Args:
+            form: ``"text"`` (``[DOWN] D3_gemm: 41.123 ms``) or ``"json"``.
+        """
+        if form not in ("text", "json"):
+            raise ArgumentError(f'form: expected "text" or "json", got {form!r}')
+        return self._core.last_dump(False, form == "json") + self._core.last_dump(True, form == "json")
+
+    def memory(self) -> dict[str, int]:
+        """Bytes held: ``workspace_bytes`` (shared by all who share the workspace) and ``saved_bytes`` (the
+        stack)."""
+        return self._core.memory()
+
+    def __repr__(self) -> str:
+        return (
+            f"SftMoe(num_experts={self.num_experts}, top_k={self.top_k}, hidden_size={self.hidden_size}, "
+            f"intermediate_size={self.intermediate_size}, kernel={self.kernel!r}, "
+            f"weight_dtype={self.weight_dtype!r})"
+        )

@@ -1,0 +1,11 @@
+# The C++ library as it ships inside the Python package: target amx_sft_moe::amx_sft_moe.
+#     cmake -Damx_sft_moe_DIR=$(python -c "import amx_sft_moe; print(amx_sft_moe.get_cmake_dir())")
+include(CMakeFindDependencyMacro)
+find_dependency(OpenMP COMPONENTS CXX)
+if(NOT TARGET amx_sft_moe::amx_sft_moe)
+  get_filename_component(AMX_SFT_MOE_PACKAGE_DIR "${CMAKE_CURRENT_LIST_DIR}/../../.." ABSOLUTE)
+  add_library(amx_sft_moe::amx_sft_moe INTERFACE IMPORTED)
+  target_compile_features(amx_sft_moe::amx_sft_moe INTERFACE cxx_std_20)
+  target_include_directories(amx_sft_moe::amx_sft_moe INTERFACE "${AMX_SFT_MOE_PACKAGE_DIR}/include")
+  target_link_libraries(amx_sft_moe::amx_sft_moe INTERFACE OpenMP::OpenMP_CXX)
+endif()

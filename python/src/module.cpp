@@ -1,0 +1,122 @@
+// The extension module `amx_sft_moe._core`: names, arguments and exceptions. What they mean to users is
+// documented in the Python layer that wraps each of them.
+#include <pybind11/gil_safe_call_once.h>
+#include <pybind11/pybind11.h>
+#include <pybind11/stl.h>
+
+#include "info.hpp"
+#include "operator.hpp"
+
+namespace py = pybind11;
+using amx_sft_moe::Activation;
+using amx_sft_moe::ArgumentError;
+using amx_sft_moe::ClampedGlu;
+using amx_sft_moe::Config;
+using amx_sft_moe::index_t;
+using amx_sft_moe::KernelError;
+using amx_sft_moe::SiluGlu;
+using amx_sft_moe::StateError;
+using amx_sft_moe::python::Factor;
+using amx_sft_moe::python::kFactorCount;
+using amx_sft_moe::python::LoraObjects;
+using amx_sft_moe::python::Operator;
+using amx_sft_moe::python::SharedWorkspace;
+using amx_sft_moe::python::TypeMismatch;
+
+namespace {
+
+struct ErrorTypes {
+  py::object argument, state, kernel;
+};
+PYBIND11_CONSTINIT py::gil_safe_call_once_and_store<ErrorTypes> error_types;
+
+// The classes are Python's own (amx_sft_moe.errors), so that they have documentation and can be pickled.
+void register_errors() {
+  error_types.call_once_and_store_result([] {
+    const auto errors = py::module_::import("amx_sft_moe.errors");
+    return ErrorTypes{errors.attr("ArgumentError"), errors.attr("StateError"), errors.attr("KernelError")};
+  });
+  py::register_local_exception_translator([](std::exception_ptr pointer) {
+    const ErrorTypes& types = error_types.get_stored();
+    try {
+      if (pointer) std::rethrow_exception(pointer);
+    } catch (const TypeMismatch& error) {
+      PyErr_SetString(PyExc_TypeError, error.what());
+    } catch (const ArgumentError& error) {
+      PyErr_SetString(types.argument.ptr(), error.what());
+    } catch (const StateError& error) {
+      PyErr_SetString(types.state.ptr(), error.what());
+    } catch (const KernelError& error) {
+      PyErr_SetString(types.kernel.ptr(), error.what());
+    }
+  });
+}
+
+// (name, limit, alpha); the two numbers only matter to "gpt_oss".
+Activation activation_of(const std::string& name, float limit, float alpha) {
+  if (name == "silu") return SiluGlu{};
+  if (name == "gpt_oss") return ClampedGlu{limit, alpha};
+  throw ArgumentError("activation: expected \"silu\" or \"gpt_oss\", got \"" + name + "\"");
+}
+
+LoraObjects lora_objects(bool shared_a, const py::sequence& factors,
+                         const std::array<std::optional<float>, 3>& scaling) {
+  LoraObjects made;
+  made.shared_a = shared_a;
+  made.scaling = scaling;
+  for (std::size_t f = 0; f < kFactorCount; ++f) made.factors[f] = factors[f];
+  return made;
+}
+
+void bind_operator(py::module_& m) {
+  using std::optional;
+  py::class_<SharedWorkspace>(m, "Workspace",
+                              "Scratch memory that operators which run one after another may share.")
+      .def(py::init<>());
+
+  py::class_<LoraObjects>(m, "LoraFactors")
+      .def(py::init(&lora_objects), py::arg("shared_a"), py::arg("factors"), py::arg("scaling"));
+
+  py::class_<Operator>(m, "SftMoe")
+      .def(py::init([](index_t num_experts, index_t top_k, index_t hidden_size, index_t intermediate_size,
+                       optional<float> lora_alpha, optional<index_t> max_tokens, index_t cache_depth,
+                       const std::string& activation, float limit, float alpha, std::string kernel,
+                       int num_threads, const optional<SharedWorkspace>& workspace) {
+             Config config;
+             config.num_experts = num_experts;
+             config.top_k = top_k;
+             config.hidden_size = hidden_size;
+             config.intermediate_size = intermediate_size;
+             config.max_tokens = max_tokens;
+             config.cache_depth = cache_depth;
+             config.activation = activation_of(activation, limit, alpha);
+             config.num_threads = num_threads;
+             return std::make_unique<Operator>(config, std::move(kernel), lora_alpha, workspace);
+           }),
+           py::kw_only(), py::arg("num_experts"), py::arg("top_k"), py::arg("hidden_size"),
+           py::arg("intermediate_size"), py::arg("lora_alpha"), py::arg("max_tokens"), py::arg("cache_depth"),
+           py::arg("activation"), py::arg("limit"), py::arg("alpha"), py::arg("kernel"), py::arg("num_threads"),
+           py::arg("workspace"))
+      .def("set_base", &Operator::set_base)
+      .def("set_lora", &Operator::set_lora)
+      .def("forward_sft", &Operator::forward_sft)
+      .def("backward", &Operator::backward)
+      .def("forward_saved", &Operator::forward_saved)
+      .def("backward_saved", &Operator::backward_saved)
+      .def("clear", &Operator::clear)
+      .def("last_times", &Operator::last_times)
+      .def("last_dump", &Operator::last_dump)
+      .def("memory", &Operator::memory)
+      .def_property_readonly("saved_depth", &Operator::saved_depth)
+      .def_property_readonly("kernel", &Operator::kernel)
+      .def_property_readonly("weight_dtype", &Operator::weight_dtype);
+}
+
+}  // namespace
+
+PYBIND11_MODULE(_core, m) {
+  m.doc() = "Bindings of the C++ library amx_sft_moe.";
+  register_errors();
+  bind_operator(m);
+  m.def("info", &amx_sft_moe::python::info);
+}

@@ -1,0 +1,91 @@
+// `_core.SftMoe`: one operator with everything around it that Python callers need. Tensors are read, results
+// allocated and the library called under one guard, so that a second thread gets an error and never a mixture.
+#pragma once
+
+#include <atomic>
+#include <deque>
+#include <memory>
+#include <optional>
+#include <string>
+
+#include "base_weights.hpp"
+#include "lora_tensors.hpp"
+
+namespace amx_sft_moe::python {
+
+// Scratch memory that operators of layers which run one after another may share.
+class SharedWorkspace {
+ public:
+  SharedWorkspace() : workspace_(std::make_shared<Workspace>()) {}
+  const std::shared_ptr<Workspace>& get() const { return workspace_; }
+
+ private:
+  std::shared_ptr<Workspace> workspace_;
+};
+
+// Whose turn it is. Held for the whole of a call, the part without the GIL included.
+class Guard {
+ public:
+  Guard(std::atomic_flag& in_use, std::string_view call);
+  Guard(const Guard&) = delete;
+  Guard& operator=(const Guard&) = delete;
+  ~Guard() { in_use_.clear(std::memory_order_release); }
+
+ private:
+  std::atomic_flag& in_use_;
+};
+
+class Operator {
+ public:
+  Operator(const Config& config, std::string kernel, std::optional<float> lora_alpha,
+           const std::optional<SharedWorkspace>& workspace);
+
+  void set_base(py::handle gate_proj, py::handle up_proj, py::handle down_proj, py::handle gate_up_proj);
+  void set_lora(const LoraObjects& lora);
+
+  // On the operator's own stack. `out` is None or y; returns y.
+  py::object forward_sft(py::handle x, py::handle expert_ids, py::handle routing_weights,
+                         bool save_for_backward, py::handle out);
+  // `out` maps names to tensors, `skip` holds names that are not to be computed. Returns a dict of names to
+  // tensors.
+  py::dict backward(py::handle grad_y, bool accumulate, float scale, const py::dict& out, const py::set& skip);
+
+  // With activations that the caller owns, and LoRA factors that live for this call. Returns (y, saved);
+  // `saved` is one flat tensor, or None where nothing is to be saved.
+  py::tuple forward_saved(py::handle x, py::handle expert_ids, py::handle routing_weights,
+                          const LoraObjects& lora, bool save);
+  // `needs` says which of grad_x, grad_routing_weights and the six factors' gradients are wanted; returns these
+  // eight, None where not wanted. grad_x has the element type of x.
+  py::tuple backward_saved(py::handle x, py::handle expert_ids, py::handle routing_weights, py::handle saved,
+                           py::handle grad_y, const LoraObjects& lora, const std::array<bool, 8>& needs);
+
+  void clear();
+  index_t saved_depth();
+  py::dict last_times(bool backward);
+  std::string last_dump(bool backward, bool json);
+  py::dict memory();
+  std::string kernel() const;
+  py::object weight_dtype() const;
+  const Config& config() const { return config_; }
+
+ private:
+  // What the stack of the library does not know about an entry: the kind of its tensors.
+  struct Entry {
+    index_t tokens;
+    DType x, routing_weights;
+  };
+
+  AnySftMoe& ready();
+
+  const Config config_;
+  const std::string requested_kernel_;
+  const std::optional<float> lora_alpha_;
+  const std::shared_ptr<Workspace> workspace_;
+  std::unique_ptr<AnySftMoe> moe_;
+  BaseTensors base_;
+  LoraObjects lora_;
+  std::deque<Entry> entries_;
+  std::atomic_flag in_use_ = ATOMIC_FLAG_INIT;
+};
+
+}  // namespace amx_sft_moe::python

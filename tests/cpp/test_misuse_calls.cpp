@@ -1,0 +1,291 @@
+// Wrong arguments of forward_sft and backward: refused before anything is written, saved or popped, and the
+// next correct call gives the right bits.
+#include <gtest/gtest.h>
+
+#include <functional>
+#include <limits>
+#include <string>
+#include <vector>
+
+#include "compare.hpp"
+#include "refusal.hpp"
+#include "saved_buffers.hpp"
+#include "step.hpp"
+
+namespace sft_test {
+namespace {
+
+using amx_sft_moe::AnyConstMatrix;
+using amx_sft_moe::AnyExpertTensor;
+using amx_sft_moe::AnyMatrix;
+using amx_sft_moe::ArgumentError;
+using amx_sft_moe::Gradients;
+using amx_sft_moe::Routing;
+
+using Kernel = PortableBf16;  // the checks are the operator's, the same for every kernel
+using Saved = amx_sft_moe::SavedActivations<Kernel::Stored>;
+
+inline constexpr Case kCase{"misuse", 9, 2, 3, 17, 33, {4, 5, 6}};
+
+// Every argument of a forward and its backward.
+struct Call {
+  Routing routing;
+  AnyConstMatrix x;
+  AnyMatrix y;
+  AnyConstMatrix grad_y;
+  Gradients grads;
+  Saved saved;
+};
+
+struct BadCall {
+  Complaint complaint;
+  std::function<void(Call&)> spoil;
+};
+
+// Any pointer will do: a refused call must not touch it.
+float* somewhere() {
+  static std::vector<float> storage(4096);
+  return storage.data();
+}
+AnyMatrix floats(index_t rows, index_t cols, index_t row_stride, index_t col_stride = 1) {
+  return {somewhere(), rows, cols, row_stride, col_stride};
+}
+AnyConstMatrix const_floats(index_t rows, index_t cols, index_t row_stride, index_t col_stride = 1) {
+  return {somewhere(), rows, cols, row_stride, col_stride};
+}
+AnyConstMatrix null_matrix(index_t rows, index_t cols) {
+  return {static_cast<const float*>(nullptr), rows, cols, cols};
+}
+
+std::vector<BadCall> bad_routings() {
+  return {
+      {{"tokens", "0", "-1"}, [](Call& c) { c.routing.tokens = -1; }},
+      {{"tokens", "12", "13"}, [](Call& c) { c.routing.tokens = 13; }},  // max_tokens
+      {{"weights.rows", "8", "9"}, [](Call& c) { c.routing.tokens = 8; }},
+      {{"expert_ids", "non-null", "null"}, [](Call& c) { c.routing.expert_ids = {}; }},
+      {{"expert_ids.row_stride", "", "-2"},
+       [](Call& c) {
+         static const std::int64_t ids[64] = {};
+         c.routing.expert_ids = {ids, -2};
+       }},
+      {{"weights", "non-null", "null"}, [](Call& c) { c.routing.weights = null_matrix(9, 2); }},
+      {{"weights.rows", "9", "0"}, [](Call& c) { c.routing.weights = {}; }},
+      {{"weights.rows", "9", "10"}, [](Call& c) { c.routing.weights = const_floats(10, 2, 2); }},
+      {{"weights.cols", "2", "3"}, [](Call& c) { c.routing.weights = const_floats(9, 3, 3); }},
+      {{"weights.row_stride", "", "-2"}, [](Call& c) { c.routing.weights = const_floats(9, 2, -2); }},
+  };
+}
+
+std::vector<BadCall> bad_forwards() {
+  return {
+      {{"x", "non-null", "null"}, [](Call& c) { c.x = null_matrix(9, 17); }},
+      {{"x.rows", "9", "0"}, [](Call& c) { c.x = {}; }},
+      {{"x.rows", "9", "8"}, [](Call& c) { c.x = const_floats(8, 17, 17); }},
+      {{"x.cols", "17", "16"}, [](Call& c) { c.x = const_floats(9, 16, 17); }},
+      {{"x.row_stride", "", "-17"}, [](Call& c) { c.x = const_floats(9, 17, -17); }},
+      {{"x.col_stride", "1", "2"}, [](Call& c) { c.x = const_floats(9, 17, 34, 2); }},
+      {{"y", "non-null", "null"},
+       [](Call& c) {
+         c.y = {static_cast<float*>(nullptr), 9, 17, 17};
+       }},
+      {{"y.rows", "9", "10"}, [](Call& c) { c.y = floats(10, 17, 17); }},
+      {{"y.cols", "17", "33"}, [](Call& c) { c.y = floats(9, 33, 33); }},
+      {{"y.row_stride", "17", "16"}, [](Call& c) { c.y = floats(9, 17, 16); }},
+      {{"y.col_stride", "1", "9"}, [](Call& c) { c.y = floats(9, 17, 17, 9); }},
+  };
+}
+
+std::vector<BadCall> bad_backwards() {
+  const auto factor = [](index_t experts, index_t rows, index_t cols) {
+    return AnyExpertTensor(somewhere(), experts, rows, cols);
+  };
+  return {
+      {{"grad_y", "non-null", "null"}, [](Call& c) { c.grad_y = null_matrix(9, 17); }},
+      {{"grad_y.rows", "9", "0"}, [](Call& c) { c.grad_y = {}; }},
+      {{"grad_y.rows", "9", "7"}, [](Call& c) { c.grad_y = const_floats(7, 17, 17); }},
+      {{"grad_y.cols", "17", "18"}, [](Call& c) { c.grad_y = const_floats(9, 18, 18); }},
+      {{"grad_y.row_stride", "", "-1"}, [](Call& c) { c.grad_y = const_floats(9, 17, -1); }},
+      {{"grad_y.col_stride", "1", "0"}, [](Call& c) { c.grad_y = const_floats(9, 17, 17, 0); }},
+      {{"grads.x.rows", "9", "10"}, [](Call& c) { c.grads.x = floats(10, 17, 17); }},
+      {{"grads.x.cols", "17", "16"}, [](Call& c) { c.grads.x = floats(9, 16, 16); }},
+      {{"grads.x.row_stride", "17", "1"}, [](Call& c) { c.grads.x = floats(9, 17, 1); }},
+      {{"grads.x.col_stride", "1", "3"}, [](Call& c) { c.grads.x = floats(9, 17, 51, 3); }},
+      {{"grads.routing_weights.rows", "9", "8"}, [](Call& c) { c.grads.routing_weights = floats(8, 2, 2); }},
+      {{"grads.routing_weights.cols", "2", "1"}, [](Call& c) { c.grads.routing_weights = floats(9, 1, 2); }},
+      {{"gate_a.experts", "3", "2"}, [=](Call& c) { c.grads.lora.gate_a = factor(2, 4, 17); }},
+      {{"gate_a.rows", "4", "5"}, [=](Call& c) { c.grads.lora.gate_a = factor(3, 5, 17); }},
+      {{"gate_b.cols", "4", "5"}, [=](Call& c) { c.grads.lora.gate_b = factor(3, 33, 5); }},
+      {{"up_a.cols", "17", "33"}, [=](Call& c) { c.grads.lora.up_a = factor(3, 5, 33); }},
+      {{"up_b.rows", "33", "17"}, [=](Call& c) { c.grads.lora.up_b = factor(3, 17, 5); }},
+      {{"down_a.cols", "33", "17"}, [=](Call& c) { c.grads.lora.down_a = factor(3, 6, 17); }},
+      {{"down_b.experts", "3", "1"}, [=](Call& c) { c.grads.lora.down_b = factor(1, 17, 6); }},
+      {{"scale", "finite", "nan"}, [](Call& c) { c.grads.scale = std::numeric_limits<float>::quiet_NaN(); }},
+  };
+}
+
+std::vector<BadCall> bad_saved_activations() {
+  return {
+      {{"saved.gate", "non-null", "null"}, [](Call& c) { c.saved.gate.data = nullptr; }},
+      {{"saved.up", "non-null", "null"}, [](Call& c) { c.saved.up = {}; }},
+      {{"saved.gate.rows", "18", "17"}, [](Call& c) { c.saved.gate.rows = 17; }},
+      {{"saved.up.cols", "33", "34"}, [](Call& c) { c.saved.up.cols = c.saved.up.row_stride = 34; }},
+      {{"saved.up.row_stride", "33", "32"}, [](Call& c) { c.saved.up.row_stride = 32; }},
+      {{"saved.u_gate", "non-null", "null"}, [](Call& c) { c.saved.u_gate = {}; }},
+      {{"saved.u_up.cols", "5", "4"}, [](Call& c) { c.saved.u_up.cols = 4; }},
+      {{"saved.u_down.rows", "18", "9"}, [](Call& c) { c.saved.u_down.rows = 9; }},
+      {{"saved.u_down.row_stride", "6", "0"}, [](Call& c) { c.saved.u_down.row_stride = 0; }},
+  };
+}
+
+class MisuseOfCalls : public testing::Test {
+ protected:
+  Call correct_call() const {
+    return {problem_.routing(), problem_.x(),         outputs_.y(),
+            problem_.grad_y(),  outputs_.gradients(), saved_.view()};
+  }
+  Call spoiled(const BadCall& bad) const {
+    Call call = correct_call();
+    bad.spoil(call);
+    return call;
+  }
+  static amx_sft_moe::Config config_of(const Problem& problem) {
+    amx_sft_moe::Config config = problem.config();
+    config.max_tokens = 12;
+    return config;
+  }
+  void expect_nothing_written() const {
+    const Outputs untouched(problem_);
+    expect_same_bits(untouched, outputs_);
+  }
+  void expect_still_usable() {
+    run_step(moe_, problem_, outputs_);
+    expect_same_bits(want_, outputs_);
+    outputs_.poison();
+  }
+
+  Problem problem_ = random_problem(kCase, kPlain, DType::kBf16);
+  Outputs want_ = step_alone<Kernel>(problem_);
+  Outputs outputs_{problem_};
+  SavedBuffers<Kernel::Stored> saved_{problem_};
+  Moe<Kernel> moe_ = make_moe<Kernel>(problem_, config_of(problem_));
+};
+
+TEST_F(MisuseOfCalls, ForwardOnTheStack) {
+  for (const std::vector<BadCall>& table : {bad_routings(), bad_forwards()}) {
+    for (const BadCall& bad : table) {
+      SCOPED_TRACE(bad.complaint.argument);
+      const Call call = spoiled(bad);
+      for (const bool save : {true, false}) {
+        expect_refused<ArgumentError>([&] { moe_.forward_sft(call.routing, call.x, call.y, save); },
+                                      bad.complaint);
+      }
+      EXPECT_EQ(moe_.saved_depth(), 0);
+      expect_nothing_written();
+      expect_still_usable();
+    }
+  }
+}
+
+TEST_F(MisuseOfCalls, ForwardIntoCallersBuffers) {
+  for (const std::vector<BadCall>& table : {bad_routings(), bad_forwards(), bad_saved_activations()}) {
+    for (const BadCall& bad : table) {
+      SCOPED_TRACE(bad.complaint.argument);
+      const Call call = spoiled(bad);
+      expect_refused<ArgumentError>([&] { moe_.forward_sft(call.routing, call.x, call.y, call.saved); },
+                                    bad.complaint);
+      expect_nothing_written();
+      expect_still_usable();
+    }
+  }
+}
+
+TEST_F(MisuseOfCalls, BackwardFromTheStackKeepsItsEntry) {
+  for (const BadCall& bad : bad_backwards()) {
+    SCOPED_TRACE(bad.complaint.argument);
+    const Call call = spoiled(bad);
+    moe_.forward_sft(problem_.routing(), problem_.x(), outputs_.y());
+    outputs_.poison();
+    expect_refused<ArgumentError>([&] { moe_.backward(call.grad_y, call.grads); }, bad.complaint);
+    EXPECT_EQ(moe_.saved_depth(), 1);
+    expect_nothing_written();
+    moe_.backward(problem_.grad_y(), outputs_.gradients());
+    EXPECT_EQ(want_[reference::kGradX].bits(), outputs_[reference::kGradX].bits());
+    EXPECT_EQ(want_[reference::kGateA].bits(), outputs_[reference::kGateA].bits());
+    outputs_.poison();
+  }
+}
+
+TEST_F(MisuseOfCalls, BackwardFromCallersBuffers) {
+  moe_.forward_sft(problem_.routing(), problem_.x(), outputs_.y(), saved_.view());
+  outputs_.poison();
+  std::vector<BadCall> wrong_x;
+  for (const BadCall& bad : bad_forwards()) {
+    if (bad.complaint.argument[0] == 'x') wrong_x.push_back(bad);
+  }
+  for (const std::vector<BadCall>& table :
+       {bad_routings(), wrong_x, bad_backwards(), bad_saved_activations()}) {
+    for (const BadCall& bad : table) {
+      SCOPED_TRACE(bad.complaint.argument);
+      const Call call = spoiled(bad);
+      expect_refused<ArgumentError>(
+          [&] { moe_.backward(call.routing, call.x, call.saved, call.grad_y, call.grads); }, bad.complaint);
+      expect_nothing_written();
+      expect_still_usable();
+    }
+  }
+}
+
+TEST_F(MisuseOfCalls, GradientOfAnAbsentAdapter) {
+  Case c = kCase;
+  c.ranks.up = 0;
+  const Problem problem = random_problem(c, kPlain, DType::kBf16);
+  Moe<Kernel> moe = make_moe<Kernel>(problem);
+  Outputs out(problem);
+  moe.forward_sft(problem.routing(), problem.x(), out.y());
+  Gradients grads = out.gradients();
+  grads.lora.up_b = AnyExpertTensor(somewhere(), 3, 33, 4);
+  expect_refused<ArgumentError>([&] { moe.backward(problem.grad_y(), grads); }, {"up_b", "none", "a tensor"});
+  moe.backward(problem.grad_y(), out.gradients());
+  expect_same_bits(step_alone<Kernel>(problem), out);
+}
+
+TEST_F(MisuseOfCalls, SecondGradientOfASharedA) {
+  const Case c{"shared", 9, 2, 3, 17, 33, {4, 4, 4}, kDistinct, true};
+  const Problem problem = random_problem(c, kPlain, DType::kBf16);
+  Moe<Kernel> moe = make_moe<Kernel>(problem);
+  Outputs out(problem);
+  moe.forward_sft(problem.routing(), problem.x(), out.y());
+  Gradients grads = out.gradients();
+  grads.lora.up_a = AnyExpertTensor(somewhere(), 3, 4, 17);
+  expect_refused<ArgumentError>([&] { moe.backward(problem.grad_y(), grads); }, {"up_a", "gate_a", "a tensor"});
+  moe.backward(problem.grad_y(), out.gradients());
+  expect_same_bits(step_alone<Kernel>(problem), out);
+}
+
+TEST_F(MisuseOfCalls, StackErrorsNameTheirValues) {
+  using amx_sft_moe::StateError;
+  expect_refused<StateError>([&] { moe_.backward(problem_.grad_y(), outputs_.gradients()); },
+                             {"backward", "saved", "empty"});
+  moe_.forward_sft(problem_.routing(), problem_.x(), outputs_.y());
+  expect_refused<StateError>([&] { moe_.forward_sft(problem_.routing(), problem_.x(), outputs_.y()); },
+                             {"save_for_backward", "cache_depth = 1", "1"});
+}
+
+// Exactly max_tokens is allowed, and null pointers are where there is nothing to point to.
+TEST_F(MisuseOfCalls, LimitsThemselvesAreLegal) {
+  const Problem full = another_batch(problem_, kCase, 12, 3);
+  Outputs of_full(full);
+  run_step(moe_, full, of_full);
+  expect_same_bits(step_alone<Kernel>(full), of_full);
+
+  Routing routing;
+  routing.weights = null_matrix(0, 2);
+  const Problem none = another_batch(problem_, kCase, 0, 3);
+  Outputs of_none(none);
+  moe_.forward_sft(routing, null_matrix(0, 17), {static_cast<float*>(nullptr), 0, 17, 17});
+  moe_.backward(null_matrix(0, 17), of_none.gradients());
+  expect_same_bits(step_alone<Kernel>(none), of_none);
+}
+
+}  // namespace
+}  // namespace sft_test

@@ -1,0 +1,205 @@
+// What `Gradients` asks for: overwriting or adding, scaling, and leaving out. On integers, so that sums are
+// exact.
+#include <gtest/gtest.h>
+
+#include <bit>
+#include <string>
+#include <type_traits>
+
+#include "emulation.hpp"
+#include "integers.hpp"
+#include "step.hpp"
+
+namespace sft_test {
+namespace {
+
+using reference::kGateA;
+using reference::kGradW;
+using reference::kGradX;
+using reference::kTensors;
+using reference::kUpA;
+
+inline constexpr Case kBusy{"busy", 17, 2, 3, 37, 33, {7, 5, 3}};
+inline constexpr Case kIdle{"idle", 9, 2, 6, 32, 17, {4, 4, 4}, kIdleExperts};
+inline constexpr Case kShared{"shared", 9, 2, 3, 32, 17, {4, 4, 4}, kDistinct, true};
+inline constexpr Storage kFp32{.name = "fp32", .activations = DType::kFp32, .factors = DType::kFp32};
+
+template <class Kernel>
+class OperatorGradients : public KernelTest<Kernel> {
+ protected:
+  // One step whose parameter gradients find `before` in their place.
+  static Outputs step(const Problem& problem, double before, bool accumulate, float scale) {
+    Outputs out(problem);
+    for (std::size_t t = kGateA; t < kTensors; ++t) out[static_cast<reference::Tensor>(t)].fill(before);
+    Moe<Kernel> moe = make_moe<Kernel>(problem);
+    moe.forward_sft(problem.routing(), problem.x(), out.y());
+    amx_sft_moe::Gradients grads = out.gradients();
+    grads.accumulate = accumulate;
+    grads.scale = scale;
+    moe.backward(problem.grad_y(), grads);
+    return out;
+  }
+
+  // got = before + scale * reference for parameters, = reference for x and routing weights.
+  static void expect_combined(const Problem& problem, const Outputs& got, double before, double scale) {
+    const reference::Results want = reference::step(problem.layer(), problem.batch());
+    for (std::size_t t = 0; t < kTensors; ++t) {
+      const bool parameter = t >= kGateA;
+      const Tensor& tensor = got[static_cast<reference::Tensor>(t)];
+      const std::vector<double> values = tensor.values();
+      for (std::size_t n = 0; n < values.size(); ++n) {
+        const double exact = parameter ? before + scale * want[t][n] : want[t][n];
+        ASSERT_EQ(values[n], rounded(tensor.dtype(), exact)) << reference::kTensorNames[t] << "[" << n << "]";
+      }
+    }
+  }
+};
+TYPED_TEST_SUITE(OperatorGradients, AllKernels, KernelLabels);
+
+TYPED_TEST(OperatorGradients, OverwriteIgnoresWhatWasThere) {
+  for (const Case& c : {kBusy, kIdle, kShared}) {
+    SCOPED_TRACE(c.name);
+    for (const Storage& storage : {kPlain, kFp32, kPeftLike}) {
+      const Problem problem = integer_problem(c, storage, kWeightDType<TypeParam>);
+      this->expect_combined(problem, this->step(problem, 1000, false, 1), 0, 1);
+    }
+  }
+}
+
+TYPED_TEST(OperatorGradients, AccumulateAdds) {
+  for (const Case& c : {kBusy, kIdle, kShared}) {
+    SCOPED_TRACE(c.name);
+    for (const Storage& storage : {kPlain, kFp32, kPeftLike}) {
+      const Problem problem = integer_problem(c, storage, kWeightDType<TypeParam>);
+      this->expect_combined(problem, this->step(problem, 24, true, 1), 24, 1);
+    }
+  }
+}
+
+TYPED_TEST(OperatorGradients, ScaleActsOnThisCallsParameterGradientsOnly) {
+  for (const Case& c : {kBusy, kShared}) {
+    SCOPED_TRACE(c.name);
+    const Problem problem = integer_problem(c, kFp32, kWeightDType<TypeParam>);
+    this->expect_combined(problem, this->step(problem, 1000, false, 0.25F), 0, 0.25);
+    this->expect_combined(problem, this->step(problem, 24, true, -2), 24, -2);
+    this->expect_combined(problem, this->step(problem, 24, true, 0), 24, 0);
+    this->expect_combined(problem, this->step(problem, 24, false, 0), 0, 0);
+  }
+}
+
+TYPED_TEST(OperatorGradients, AccumulatesOverSeveralSteps) {
+  const Problem problem = integer_problem(kBusy, kFp32, kWeightDType<TypeParam>);
+  Moe<TypeParam> moe = make_moe<TypeParam>(problem);
+  Outputs out(problem);
+  amx_sft_moe::Gradients grads = out.gradients();
+  for (int n = 0; n < 3; ++n) {
+    grads.accumulate = n > 0;
+    grads.scale = 0.5F;
+    moe.forward_sft(problem.routing(), problem.x(), out.y());
+    moe.backward(problem.grad_y(), grads);
+  }
+  this->expect_combined(problem, out, 0, 1.5);
+}
+
+// Experts without tokens: zeros on overwrite (also over NaN), not a bit changed on accumulate.
+TYPED_TEST(OperatorGradients, ExpertsWithoutTokens) {
+  const Problem problem = integer_problem(kIdle, kPlain, kWeightDType<TypeParam>);
+  const Outputs overwritten = step_alone<TypeParam>(problem);
+  const Outputs added = this->step(problem, 3.5, true, 1);
+  for (std::size_t t = kGateA; t < kTensors; ++t) {
+    const Tensor& zero = overwritten[static_cast<reference::Tensor>(t)];
+    const Tensor& kept = added[static_cast<reference::Tensor>(t)];
+    for (index_t expert = 1; expert < kIdle.experts; expert += 2) {
+      for (index_t row = 0; row < zero.extents().d1; ++row) {
+        for (index_t col = 0; col < zero.extents().d2; ++col) {
+          ASSERT_EQ(zero.get(expert, row, col), 0) << reference::kTensorNames[t];
+          ASSERT_EQ(kept.get(expert, row, col), 3.5) << reference::kTensorNames[t];
+        }
+      }
+    }
+  }
+}
+
+TYPED_TEST(OperatorGradients, NoRouteAtAll) {
+  const Case no_tokens{"no_tokens", 0, 2, 3, 32, 17, {4, 4, 4}};
+  const Case all_skipped{"all_skipped", 7, 2, 3, 32, 17, {4, 4, 4}, kAllSkipped};
+  for (const Case& c : {no_tokens, all_skipped}) {
+    SCOPED_TRACE(c.name);
+    const Problem problem = integer_problem(c, kPlain, kWeightDType<TypeParam>);
+    this->expect_combined(problem, this->step(problem, 5, false, 1), 0, 1);
+    this->expect_combined(problem, this->step(problem, 5, true, 1), 5, 1);
+  }
+}
+
+// Removes one result from what is asked for.
+void drop(amx_sft_moe::Gradients& grads, std::size_t which) {
+  if (which == kGradX) grads.x = {};
+  if (which == kGradW) grads.routing_weights = {};
+  amx_sft_moe::AnyExpertTensor* factors[] = {&grads.lora.gate_a, &grads.lora.gate_b, &grads.lora.up_a,
+                                             &grads.lora.up_b,   &grads.lora.down_a, &grads.lora.down_b};
+  if (which >= kGateA) *factors[which - kGateA] = {};
+}
+
+// Any subset may be wanted, and what is left out changes nothing else. All 256 subsets of the eight gradients; where
+// each costs emulated instructions, those with at most one gradient wanted or at most one left out.
+TYPED_TEST(OperatorGradients, AnySubsetOfThem) {
+  const Case c{"subset", 5, 2, 2, 18, 7, {3, 2, 1}};
+  const Problem problem = integer_problem(c, kPlain, kWeightDType<TypeParam>);
+  const Outputs all = step_alone<TypeParam>(problem);
+  Moe<TypeParam> moe = make_moe<TypeParam>(problem);
+  const bool few = std::is_same_v<TypeParam, AmxBf16> && amx_is_emulated();
+  for (unsigned wanted = 0; wanted < 256; ++wanted) {
+    if (few && std::popcount(wanted) > 1 && std::popcount(wanted) < 7) continue;
+    SCOPED_TRACE("wanted " + std::to_string(wanted));
+    Outputs out(problem);
+    const Outputs untouched(problem);
+    moe.forward_sft(problem.routing(), problem.x(), out.y());
+    amx_sft_moe::Gradients grads = out.gradients();
+    for (std::size_t t = kGradX; t < kTensors; ++t) {
+      if ((wanted >> (t - kGradX) & 1U) == 0) drop(grads, t);
+    }
+    moe.backward(problem.grad_y(), grads);
+    for (std::size_t t = kGradX; t < kTensors; ++t) {
+      const auto which = static_cast<reference::Tensor>(t);
+      const Outputs& want = (wanted >> (t - kGradX) & 1U) == 0 ? untouched : all;
+      ASSERT_EQ(want[which].bits(), out[which].bits()) << reference::kTensorNames[t];
+    }
+  }
+}
+
+TYPED_TEST(OperatorGradients, SharedAWithoutItsGradient) {
+  const Problem problem = integer_problem(kShared, kPlain, kWeightDType<TypeParam>);
+  const Outputs all = step_alone<TypeParam>(problem);
+  Moe<TypeParam> moe = make_moe<TypeParam>(problem);
+  for (const reference::Tensor dropped : {kGateA, reference::kGateB, reference::kUpB}) {
+    Outputs out(problem);
+    moe.forward_sft(problem.routing(), problem.x(), out.y());
+    amx_sft_moe::Gradients grads = out.gradients();
+    drop(grads, dropped);
+    moe.backward(problem.grad_y(), grads);
+    for (const reference::Tensor kept : {kGradX, kGradW, kGateA, reference::kGateB, reference::kUpB}) {
+      if (kept != dropped) {
+        EXPECT_EQ(all[kept].bits(), out[kept].bits()) << reference::kTensorNames[kept];
+      }
+    }
+  }
+}
+
+// The sum of both gradients, where gate and up have one A; two gradients, where they have equal but separate
+// ones.
+TYPED_TEST(OperatorGradients, SharedAIsTheSumOfTwo) {
+  const Problem shared = integer_problem(kShared, kFp32, kWeightDType<TypeParam>);
+  reference::Layer apart = shared.layer();
+  apart.shared_a = false;
+  const Problem separate(kFp32, kWeightDType<TypeParam>, apart, shared.batch());
+  const Outputs one = step_alone<TypeParam>(shared);
+  const Outputs two = step_alone<TypeParam>(separate);
+  const std::vector<double> sum = one[kGateA].values();
+  const std::vector<double> gate = two[kGateA].values();
+  const std::vector<double> up = two[kUpA].values();
+  for (std::size_t n = 0; n < sum.size(); ++n) ASSERT_EQ(sum[n], gate[n] + up[n]) << n;
+  EXPECT_EQ(one[kGradX].bits(), two[kGradX].bits());
+}
+
+}  // namespace
+}  // namespace sft_test

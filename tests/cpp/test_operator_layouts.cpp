@@ -1,0 +1,134 @@
+// How things are stored does not change a bit of the result: weights, ids, strides, LoRA factors; and weights
+// may be read-only memory maps. (That nothing outside a view is read or written is what guarded memory adds to
+// each test.)
+#include <gtest/gtest.h>
+#include <sys/mman.h>
+#include <unistd.h>
+
+#include <cstdio>
+
+#include "compare.hpp"
+#include "step.hpp"
+
+namespace sft_test {
+namespace {
+
+inline constexpr Case kOdd{"odd", 19, 2, 3, 37, 53, {7, 3, 5}};
+inline constexpr Case kEven{"even", 21, 2, 3, 64, 48, {16, 16, 16}};
+
+template <class Kernel>
+class OperatorLayouts : public KernelTest<Kernel> {
+ protected:
+  static void expect_same(const Storage& one, const Storage& other) {
+    for (const Case& c : {kOdd, kEven}) {
+      SCOPED_TRACE(c.name);
+      expect_same_bits(step_alone<Kernel>(random_problem(c, one, kWeightDType<Kernel>)),
+                       step_alone<Kernel>(random_problem(c, other, kWeightDType<Kernel>)));
+    }
+  }
+};
+TYPED_TEST_SUITE(OperatorLayouts, AllKernels, KernelLabels);
+
+TYPED_TEST(OperatorLayouts, FusedWeights) {
+  this->expect_same(kPlain, {.name = "fused", .weights = WeightLayout::kFused});
+}
+
+TYPED_TEST(OperatorLayouts, OnePointerPerExpert) {
+  this->expect_same(kPlain, {.name = "pointers", .weights = WeightLayout::kPerExpert});
+}
+
+TYPED_TEST(OperatorLayouts, BuffersThatStartAtAPage) {
+  this->expect_same(kPlain, {.name = "start", .edge = Edge::kStart});
+}
+
+TYPED_TEST(OperatorLayouts, RowStridesOfActivationsAndRouting) {
+  this->expect_same(kPlain, {.name = "strided", .padding = 5});
+  this->expect_same(
+      {.name = "wide", .activations = DType::kFp32, .routing = DType::kBf16},
+      {.name = "wide_strided", .activations = DType::kFp32, .routing = DType::kBf16, .padding = 1});
+}
+
+TYPED_TEST(OperatorLayouts, NarrowIds) {
+  this->expect_same(kPlain, {.name = "int32", .narrow_ids = true});
+}
+
+TYPED_TEST(OperatorLayouts, PeftsPermutedFactors) {
+  this->expect_same(kPlain, {.name = "peft", .lora = LoraLayout::kPeft});
+  this->expect_same({.name = "fp32", .factors = DType::kFp32},
+                    {.name = "fp32_peft", .factors = DType::kFp32, .lora = LoraLayout::kPeft});
+}
+
+TYPED_TEST(OperatorLayouts, ReadOnlyWeights) {
+  for (const WeightLayout layout : {WeightLayout::kStacked, WeightLayout::kFused, WeightLayout::kPerExpert}) {
+    const Storage storage{.name = "read_only", .weights = layout};
+    Problem problem = random_problem(kOdd, storage, kWeightDType<TypeParam>);
+    const Outputs want = step_alone<TypeParam>(problem);
+    problem.base_store().protect_read_only();
+    expect_same_bits(want, step_alone<TypeParam>(problem));
+  }
+}
+
+// Weights in a file, as a checkpoint's shards are, at an offset that is only a multiple of the element's size.
+TYPED_TEST(OperatorLayouts, WeightsInAMappedFile) {
+  using Weight = typename TypeParam::Weight;
+  const Problem problem = random_problem(kOdd, kPlain, kWeightDType<TypeParam>);
+  const amx_sft_moe::BaseWeights<Weight> base = problem.base<Weight>();
+  const auto block = static_cast<std::size_t>(kOdd.experts * kOdd.hidden * kOdd.intermediate);
+  const std::size_t bytes = (1 + 3 * block) * sizeof(Weight);
+
+  std::FILE* file = std::tmpfile();
+  ASSERT_NE(file, nullptr);
+  const Weight header{};
+  ASSERT_EQ(std::fwrite(&header, sizeof(Weight), 1, file), 1U);
+  for (const Weight* matrices : {base.gate.base, base.up.base, base.down.base}) {
+    ASSERT_EQ(std::fwrite(matrices, sizeof(Weight), block, file), block);
+  }
+  std::fflush(file);
+  void* map = ::mmap(nullptr, bytes, PROT_READ, MAP_PRIVATE, ::fileno(file), 0);
+  ASSERT_NE(map, MAP_FAILED);
+  const Weight* first = static_cast<const Weight*>(map) + 1;
+  amx_sft_moe::BaseWeights<Weight> mapped = base;
+  mapped.gate.base = first;
+  mapped.up.base = first + block;
+  mapped.down.base = first + 2 * block;
+  {
+    Moe<TypeParam> moe(problem.config(), mapped, problem.lora());
+    Outputs got(problem);
+    run_step(moe, problem, got);
+    expect_same_bits(step_alone<TypeParam>(problem), got);
+  }
+  ::munmap(map, bytes);
+  std::fclose(file);
+}
+
+// set_base and set_lora replace views and nothing else.
+TYPED_TEST(OperatorLayouts, ReplacedViews) {
+  const Problem first = random_problem(kOdd, kPlain, kWeightDType<TypeParam>, 1);
+  const Problem second = random_problem(kOdd, kPlain, kWeightDType<TypeParam>, 2);
+  Moe<TypeParam> moe = make_moe<TypeParam>(first);
+  Outputs warm_up(first);
+  run_step(moe, first, warm_up);
+  moe.set_base(second.base<typename TypeParam::Weight>());
+  moe.set_lora(second.lora());
+  Outputs got(second);
+  run_step(moe, second, got);
+  expect_same_bits(step_alone<TypeParam>(second), got);
+}
+
+// An adapter of rank 0 may come as tensors without elements instead of no tensors.
+TYPED_TEST(OperatorLayouts, RankZeroTensorsAreNoAdapter) {
+  const Case c{"rank_0", 9, 2, 3, 17, 33, {0, 0, 0}};
+  const Problem problem = random_problem(c, kPlain, kWeightDType<TypeParam>);
+  const float nothing = 0;
+  const auto empty_a = [&](index_t in) { return amx_sft_moe::AnyConstExpertTensor(&nothing, 3, 0, in); };
+  const auto empty_b = [&](index_t out) { return amx_sft_moe::AnyConstExpertTensor(&nothing, 3, out, 0); };
+  const amx_sft_moe::LoraWeights lora{
+      {empty_a(17), empty_b(33), 1}, {empty_a(17), empty_b(33), 1}, {empty_a(33), empty_b(17), 1}};
+  Moe<TypeParam> moe(problem.config(), problem.base<typename TypeParam::Weight>(), lora);
+  Outputs got(problem);
+  run_step(moe, problem, got);
+  expect_same_bits(step_alone<TypeParam>(problem), got);
+}
+
+}  // namespace
+}  // namespace sft_test

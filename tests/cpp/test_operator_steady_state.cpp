@@ -1,0 +1,102 @@
+// What a step costs beside arithmetic: synchronisation points, and no allocation once buffers have grown.
+#include <gtest/gtest.h>
+
+#include <string>
+
+#include "allocation_counter.hpp"
+#include "openmp_counter.hpp"
+#include "saved_buffers.hpp"
+#include "step.hpp"
+
+namespace sft_test {
+namespace {
+
+inline constexpr std::size_t kMostInForward = 4;
+inline constexpr std::size_t kMostInBackward = 6;
+
+inline constexpr Case kCasesOfSteps[] = {
+    {"usual", 33, 2, 4, 64, 96, {16, 16, 16}},
+    {"primes", 33, 3, 5, 37, 53, {7, 3, 5}},
+    {"no_lora", 33, 2, 4, 64, 96, {0, 0, 0}},
+    {"shared_a", 20, 2, 3, 48, 64, {8, 8, 8}, kDistinct, true},
+    {"skewed", 33, 2, 4, 64, 96, {8, 8, 8}, kSkewed},
+    {"one_token", 1, 1, 8, 64, 96, {8, 8, 8}},
+    {"clamped", 20, 2, 3, 48, 64, {8, 8, 8}, kDistinct, false, true},
+};
+
+template <class Kernel>
+class OperatorSteadyState : public KernelTest<Kernel> {};
+TYPED_TEST_SUITE(OperatorSteadyState, AllKernels, KernelLabels);
+
+TEST(AllocationCounter, Counts) {
+  const std::int64_t before = allocation_count();
+  // Volatile, so that the compiler does not remove the pair.
+  int* volatile kept = new int;
+  delete kept;
+  EXPECT_EQ(allocation_count() - before, 1);
+}
+
+TYPED_TEST(OperatorSteadyState, SynchronisesRarely) {
+  for (const Case& c : kCasesOfSteps) {
+    for (const Storage& storage : {kPlain, kWide}) {
+      SCOPED_TRACE(std::string(c.name) + "/" + storage.name);
+      const Problem problem = random_problem(c, storage, kWeightDType<TypeParam>);
+      Moe<TypeParam> moe = make_moe<TypeParam>(problem);
+      const Outputs out(problem);
+      const std::int64_t start = sync_point_count();
+      moe.forward_sft(problem.routing(), problem.x(), out.y());
+      const std::int64_t middle = sync_point_count();
+      moe.backward(problem.grad_y(), out.gradients());
+      const std::int64_t end = sync_point_count();
+      EXPECT_LE(moe.last_forward().sync_points(), kMostInForward);
+      EXPECT_LE(moe.last_backward().sync_points(), kMostInBackward);
+      EXPECT_GE(moe.last_forward().sync_points(), 1U);
+      if (!can_count_sync_points()) continue;
+      // What the record says is what happened.
+      EXPECT_EQ(middle - start, static_cast<std::int64_t>(moe.last_forward().sync_points()));
+      EXPECT_EQ(end - middle, static_cast<std::int64_t>(moe.last_backward().sync_points()));
+    }
+  }
+}
+
+TYPED_TEST(OperatorSteadyState, AllocatesNothing) {
+  for (const Case& c : kCasesOfSteps) {
+    SCOPED_TRACE(c.name);
+    const Problem problem = random_problem(c, kPlain, kWeightDType<TypeParam>);
+    Moe<TypeParam> moe = make_moe<TypeParam>(problem);
+    const Outputs out(problem);
+    const SavedBuffers<typename TypeParam::Stored> saved(problem);
+    const auto routing = problem.routing();
+    const auto grads = out.gradients();
+    const auto step = [&] {
+      moe.forward_sft(routing, problem.x(), out.y());
+      moe.backward(problem.grad_y(), grads);
+      moe.forward_sft(routing, problem.x(), out.y(), false);
+      moe.forward_sft(routing, problem.x(), out.y(), saved.view());
+      moe.backward(routing, problem.x(), saved.view(), problem.grad_y(), grads);
+    };
+    step();
+    // Many, because which thread takes which task changes: a thread's first task of a kind must not allocate either.
+    const std::int64_t before = allocation_count();
+    for (int n = 0; n < 12; ++n) step();
+    EXPECT_EQ(allocation_count() - before, 0);
+  }
+}
+
+// Batches no larger than those before fit what is there, however they are routed.
+TYPED_TEST(OperatorSteadyState, AllocatesNothingForSmallerBatches) {
+  const Case c{"c", 40, 2, 4, 37, 53, {7, 7, 7}};
+  const Problem large = random_problem(c, kPlain, kWeightDType<TypeParam>);
+  const Problem small = another_batch(large, c, 11, 5);
+  const Outputs of_large(large);
+  const Outputs of_small(small);
+  Moe<TypeParam> moe = make_moe<TypeParam>(large);
+  run_step(moe, large, of_large);
+  const std::int64_t before = allocation_count();
+  run_step(moe, small, of_small);
+  run_step(moe, large, of_large);
+  EXPECT_EQ(allocation_count() - before, 0);
+}
+
+}  // namespace
+}  // namespace sft_test

@@ -1,0 +1,158 @@
+// Kernels by name at run time, and the operator without its template parameter.
+#include <gtest/gtest.h>
+
+#include <cstdlib>
+#include <memory>
+#include <string>
+
+#include "compare.hpp"
+#include "refusal.hpp"
+#include "saved_buffers.hpp"
+#include "step.hpp"
+
+namespace sft_test {
+namespace {
+
+using amx_sft_moe::AnySavedActivations;
+using amx_sft_moe::AnySftMoe;
+using amx_sft_moe::ArgumentError;
+using amx_sft_moe::KernelError;
+using amx_sft_moe::make_sft_moe;
+using amx_sft_moe::resolve_kernel;
+
+inline constexpr Case kCase{"registry", 9, 2, 3, 17, 33, {4, 5, 6}};
+inline constexpr const char* kVariable = "AMX_SFT_MOE_KERNEL";
+
+// Sets the environment variable, or removes it, for one test.
+class Variable {
+ public:
+  explicit Variable(const char* value) {
+    if (const char* before = std::getenv(kVariable)) before_ = std::make_unique<std::string>(before);
+    value != nullptr ? ::setenv(kVariable, value, 1) : ::unsetenv(kVariable);
+  }
+  ~Variable() { before_ ? ::setenv(kVariable, before_->c_str(), 1) : ::unsetenv(kVariable); }
+  Variable(const Variable&) = delete;
+  Variable& operator=(const Variable&) = delete;
+
+ private:
+  std::unique_ptr<std::string> before_;
+};
+
+template <class Kernel>
+class Registry : public KernelTest<Kernel> {};
+TYPED_TEST_SUITE(Registry, AllKernels, KernelLabels);
+
+TYPED_TEST(Registry, OperatorByNameGivesTheSameBits) {
+  const Problem problem = random_problem(kCase, kPlain, kWeightDType<TypeParam>);
+  const Outputs want = step_alone<TypeParam>(problem);
+  const std::unique_ptr<AnySftMoe> moe = make_sft_moe(
+      TypeParam::kName, problem.config(), problem.base<typename TypeParam::Weight>(), problem.lora());
+  EXPECT_EQ(moe->kernel_name(), TypeParam::kName);
+  EXPECT_EQ(moe->weight_dtype(), kWeightDType<TypeParam>);
+  EXPECT_EQ(moe->stored_dtype(), amx_sft_moe::kDTypeOf<typename TypeParam::Stored>);
+  EXPECT_EQ(moe->config().hidden_size, kCase.hidden);
+  Outputs got(problem);
+  moe->forward_sft(problem.routing(), problem.x(), got.y(), true);
+  EXPECT_EQ(moe->saved_depth(), 1);
+  moe->backward(problem.grad_y(), got.gradients());
+  EXPECT_EQ(moe->saved_depth(), 0);
+  expect_same_bits(want, got);
+  EXPECT_FALSE(moe->last_forward().empty());
+  EXPECT_FALSE(moe->last_backward().empty());
+  EXPECT_GT(moe->memory().workspace_bytes, 0);
+  moe->forward_sft(problem.routing(), problem.x(), got.y(), true);
+  moe->clear();
+  EXPECT_EQ(moe->saved_depth(), 0);
+}
+
+TYPED_TEST(Registry, CallersBuffers) {
+  using Stored = typename TypeParam::Stored;
+  const Problem problem = random_problem(kCase, kPlain, kWeightDType<TypeParam>);
+  const std::unique_ptr<AnySftMoe> moe = make_sft_moe(
+      TypeParam::kName, problem.config(), problem.base<typename TypeParam::Weight>(), problem.lora());
+  const SavedBuffers<Stored> buffers(problem);
+  const AnySavedActivations saved{buffers.gate.matrix_view(), buffers.up.matrix_view(),
+                                  buffers.u_gate.matrix_view(), buffers.u_up.matrix_view(),
+                                  buffers.u_down.matrix_view()};
+  Outputs got(problem);
+  moe->forward_sft(problem.routing(), problem.x(), got.y(), saved);
+  moe->backward(problem.routing(), problem.x(), saved, problem.grad_y(), got.gradients());
+  expect_same_bits(step_alone<TypeParam>(problem), got);
+
+  AnySavedActivations other_type = saved;
+  Tensor wrong = Tensor::matrix(moe->stored_dtype() == DType::kBf16 ? DType::kFp32 : DType::kBf16,
+                                routed_rows(problem), kCase.intermediate);
+  other_type.up = wrong.matrix_view();
+  expect_refused<ArgumentError>([&] { moe->forward_sft(problem.routing(), problem.x(), got.y(), other_type); },
+                                {"saved.up", "bf16", "fp32"});
+}
+
+TYPED_TEST(Registry, WeightsOfTheOtherTypeAreRefused) {
+  const Problem problem = random_problem(kCase, kPlain, kWeightDType<TypeParam>);
+  const std::unique_ptr<AnySftMoe> moe = make_sft_moe(
+      TypeParam::kName, problem.config(), problem.base<typename TypeParam::Weight>(), problem.lora());
+  const DType other_type = kWeightDType<TypeParam> == DType::kBf16 ? DType::kFp32 : DType::kBf16;
+  const Problem other = random_problem(kCase, kPlain, other_type);
+  const auto set_other = [&] {
+    if (other_type == DType::kBf16) return moe->set_base(other.base<bf16>());
+    moe->set_base(other.base<float>());
+  };
+  expect_refused<ArgumentError>(set_other, {"weights", "bf16", "fp32"});
+  Outputs got(problem);
+  moe->forward_sft(problem.routing(), problem.x(), got.y(), true);
+  moe->backward(problem.grad_y(), got.gradients());
+  expect_same_bits(step_alone<TypeParam>(problem), got);
+}
+
+TYPED_TEST(Registry, IsListedAndChosenByTheVariable) {
+  bool listed = false;
+  for (const auto& info : amx_sft_moe::list_kernels()) {
+    if (info.name != TypeParam::kName || info.weights != kWeightDType<TypeParam>) continue;
+    listed = true;
+    EXPECT_TRUE(info.available);
+    EXPECT_TRUE(info.why_not.empty());
+  }
+  EXPECT_TRUE(listed);
+  const std::string name(TypeParam::kName);
+  const Variable variable(name.c_str());
+  EXPECT_EQ(resolve_kernel("auto", kWeightDType<TypeParam>), name);
+  // An argument goes before the variable.
+  EXPECT_EQ(resolve_kernel("portable", kWeightDType<TypeParam>), "portable");
+}
+
+TEST(RegistryOfKernels, AutoIsTheFirstAvailable) {
+  const Variable none(nullptr);
+  for (const DType weights : {DType::kBf16, DType::kFp32}) {
+    std::string first;
+    for (const auto& info : amx_sft_moe::list_kernels()) {
+      if (first.empty() && info.available && info.weights == weights) first = info.name;
+      EXPECT_EQ(info.available, info.why_not.empty()) << info.name;
+    }
+    EXPECT_EQ(resolve_kernel("auto", weights), first);
+  }
+  const Variable empty("");
+  EXPECT_NO_THROW(resolve_kernel("auto", DType::kBf16));
+}
+
+TEST(RegistryOfKernels, UnknownNamesAreRefusedWithThoseAvailable) {
+  expect_refused<KernelError>([] { resolve_kernel("amx_fp64", DType::kBf16); },
+                              {"kernel", "portable", "amx_fp64"});
+  const Variable variable("nonsense");
+  expect_refused<KernelError>([] { resolve_kernel("auto", DType::kFp32); },
+                              {kVariable, "portable", "nonsense"});
+  EXPECT_EQ(resolve_kernel("portable", DType::kFp32), "portable");
+}
+
+TEST(RegistryOfKernels, KernelOfTheOtherTypeIsRefused) {
+  expect_refused<KernelError>([] { resolve_kernel("avx512_bf16", DType::kFp32); },
+                              {"kernel", "portable", "avx512_bf16"});
+}
+
+TEST(RegistryOfKernels, AbsentKernelIsRefusedWithThoseAvailable) {
+  if (AmxBf16::available()) GTEST_SKIP() << "AMX is available here, really or emulated";
+  expect_refused<KernelError>([] { resolve_kernel("amx_bf16", DType::kBf16); },
+                              {"kernel", "portable", "amx_bf16"});
+}
+
+}  // namespace
+}  // namespace sft_test

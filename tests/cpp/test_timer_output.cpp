@@ -1,0 +1,122 @@
+// Dumps: every published name with a number, in the published form; only on request; to the file that was
+// named.
+#include <gtest/gtest.h>
+
+#include <cstdlib>
+#include <filesystem>
+#include <fstream>
+#include <regex>
+#include <sstream>
+#include <string>
+
+#include "step.hpp"
+
+namespace sft_test {
+namespace {
+
+constexpr Case kCase{"timer", 20, 2, 4, 32, 48, {4, 4, 4}};
+
+// Sets an environment variable for one test.
+class Variable {
+ public:
+  Variable(const char* name, const std::string& value) : name_(name) { setenv(name, value.c_str(), 1); }
+  Variable(const Variable&) = delete;
+  Variable& operator=(const Variable&) = delete;
+  ~Variable() { unsetenv(name_); }
+
+ private:
+  const char* name_;
+};
+
+std::filesystem::path fresh_file(const std::string& name) {
+  const auto path = std::filesystem::path(testing::TempDir()) / name;
+  std::filesystem::remove(path);
+  return path;
+}
+std::string contents(const std::filesystem::path& path) {
+  std::stringstream text;
+  text << std::ifstream(path).rdbuf();
+  return text.str();
+}
+std::size_t lines_with(const std::string& text, const std::string& part) {
+  std::istringstream lines(text);
+  std::size_t found = 0;
+  for (std::string line; std::getline(lines, line);) found += line.find(part) != std::string::npos ? 1 : 0;
+  return found;
+}
+
+TEST(TimerOutput, TextHasEveryPublishedNameWithANumber) {
+  const auto path = fresh_file("timer_text");
+  const Variable form("AMX_SFT_MOE_TIMER", "text");
+  const Variable file("AMX_SFT_MOE_TIMER_FILE", path.string());
+  step_alone<PortableBf16>(random_problem(kCase, kPlain, DType::kBf16));
+  const std::string text = contents(path);
+  for (const char* line :
+       {R"(\[DOWN\] D0_prepare\+memset: 0\.000 ms \(not needed\))", R"(\[DOWN\] D1_scatter: \d+\.\d{3} ms)",
+        R"(\[DOWN\] D2_quantize: 0\.000 ms \(not needed\))", R"(\[DOWN\] D3_gemm: \d+\.\d{3} ms)",
+        R"(\[DOWN\] D4_lora_grad: \d+\.\d{3} ms)",
+        R"(\[BWD TIMER\] backward_down: \d+\.\d{3} ms \(total: \d+\.\d{3} ms\))",
+        R"(\[ACT\] silu_backward: \d+\.\d{3} ms)", R"(\[BWD TIMER\] backward_activation: \d+\.\d{3} ms)",
+        R"(\[GU\] GU0_prepare\+memset: 0\.000 ms \(not needed\))",
+        R"(\[GU\] base_pass\(gate\)\+base_pass\(up\): \d+\.\d{3} ms \(fused\))",
+        R"(\[GU\] GU1_base_passes_total: \d+\.\d{3} ms)",
+        R"(\[GU\] GU2_requantize_for_lora: 0\.000 ms \(not needed\))",
+        R"(\[GU\] lora_pass\(gate\): \d+\.\d{3} ms)", R"(\[GU\] lora_pass\(up\): \d+\.\d{3} ms)",
+        R"(\[GU\] GU3_lora_passes_total: \d+\.\d{3} ms)", R"(\[GU\] GU4_sum_tokens: \d+\.\d{3} ms)",
+        R"(\[BWD TIMER\] backward_gate_up: \d+\.\d{3} ms)",
+        R"(\[BWD TIMER\] backward_routing_weights: \d+\.\d{3} ms)",
+        R"(\[FWD TIMER\] forward_gate_up: \d+\.\d{3} ms)"}) {
+    EXPECT_TRUE(std::regex_search(text, std::regex(line))) << line << "\n" << text;
+  }
+}
+
+TEST(TimerOutput, JsonIsOneLineAStep) {
+  const auto path = fresh_file("timer_json");
+  const Variable form("AMX_SFT_MOE_TIMER", "json");
+  const Variable file("AMX_SFT_MOE_TIMER_FILE", path.string());
+  const Problem problem = random_problem(kCase, kPlain, DType::kBf16);
+  auto config = problem.config();
+  config.name = "a \"quoted\" layer";
+  step_alone<PortableBf16>(problem, config);
+  const std::string text = contents(path);
+  EXPECT_EQ(lines_with(text, "\"step\":\"forward\""), 1U);
+  EXPECT_EQ(lines_with(text, "\"step\":\"backward\""), 1U);
+  EXPECT_EQ(lines_with(text, R"("name":"a \"quoted\" layer","kernel":"portable","tokens":20)"), 2U);
+  EXPECT_EQ(lines_with(text, "\"GU3_lora_passes_total\":"), 1U);
+  EXPECT_EQ(lines_with(text, ""), 2U);
+}
+
+TEST(TimerOutput, SilentUnlessAsked) {
+  testing::internal::CaptureStderr();
+  testing::internal::CaptureStdout();
+  step_alone<PortableBf16>(random_problem(kCase, kPlain, DType::kBf16));
+  EXPECT_EQ(testing::internal::GetCapturedStderr(), "");
+  EXPECT_EQ(testing::internal::GetCapturedStdout(), "");
+}
+
+TEST(TimerOutput, WritesToStandardErrorWithoutAFile) {
+  const Variable form("AMX_SFT_MOE_TIMER", "text");
+  testing::internal::CaptureStderr();
+  step_alone<PortableBf16>(random_problem(kCase, kPlain, DType::kBf16));
+  EXPECT_EQ(lines_with(testing::internal::GetCapturedStderr(), "[BWD TIMER] backward_down"), 1U);
+}
+
+TEST(TimerOutput, RefusesWhatItCannotDo) {
+  const Problem problem = random_problem(kCase, kPlain, DType::kBf16);
+  auto message = [&problem] {
+    try {
+      make_moe<PortableBf16>(problem);
+    } catch (const amx_sft_moe::ArgumentError& error) {
+      return std::string(error.what());
+    }
+    return std::string("nothing was thrown");
+  };
+  const Variable form("AMX_SFT_MOE_TIMER", "xml");
+  EXPECT_EQ(message(), "AMX_SFT_MOE_TIMER: expected text or json, got xml");
+  const Variable good("AMX_SFT_MOE_TIMER", "text");
+  const Variable file("AMX_SFT_MOE_TIMER_FILE", testing::TempDir() + "no/such/folder/file");
+  EXPECT_NE(message().find("AMX_SFT_MOE_TIMER_FILE: expected a file to append to, got "), std::string::npos);
+}
+
+}  // namespace
+}  // namespace sft_test

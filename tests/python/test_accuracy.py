@@ -1,0 +1,60 @@
+"""The accuracy contract: against float64 on the same bf16 inputs, no tensor is less accurate than torch's
+eager bf16 autograd. Errors are pooled over seeds, so that chance does not decide on small tensors.
+"""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from cases import Sizes
+from reference import gradients, make_layer, run
+
+SEEDS = 8
+SHAPES = [
+    Sizes(experts=4, top_k=2, hidden=64, intermediate=48, ranks=(8, 8, 8), tokens=48),
+    Sizes(experts=5, top_k=2, hidden=67, intermediate=43, ranks=(7, 7, 7), tokens=37),
+    Sizes(experts=8, top_k=4, hidden=128, intermediate=96, ranks=(16, 16, 16), tokens=64),
+    Sizes(experts=3, top_k=3, hidden=31, intermediate=129, ranks=(1, 1, 1), tokens=29),
+    Sizes(experts=2, top_k=1, hidden=256, intermediate=33, ranks=(64, 4, 3), tokens=70),
+]
+SMALL = [
+    Sizes(experts=3, top_k=2, hidden=32, intermediate=32, ranks=(4, 4, 4), tokens=12),
+    Sizes(experts=2, top_k=1, hidden=33, intermediate=17, ranks=(3, 3, 3), tokens=17),
+    Sizes(experts=4, top_k=2, hidden=19, intermediate=48, ranks=(8, 8, 8), tokens=9),
+    Sizes(experts=2, top_k=2, hidden=48, intermediate=23, ranks=(1, 1, 1), tokens=21),
+]
+
+
+def compare(kernel: str, sizes: Sizes) -> None:
+    errors: dict[str, list[float]] = {}
+    op = sizes.operator(kernel=kernel)
+    for seed in range(SEEDS):
+        layer = make_layer(sizes, seed)
+        exact = gradients(layer.to(torch.float64))
+        eager = gradients(layer)
+        ours = run(op, layer)
+        for name, value in exact.items():
+            sums = errors.setdefault(name, [0.0, 0.0, 0.0])
+            for i, tensor in enumerate((ours[name].double() - value, eager[name].double() - value, value)):
+                sums[i] += tensor.square().sum().item()
+    assert len(errors) == 3 + 2 * sum(rank > 0 for rank in sizes.ranks)
+    text = [
+        f"{name}: {math.sqrt(ours / norm):.2e} ours, {math.sqrt(eager / norm):.2e} eager"
+        for name, (ours, eager, norm) in errors.items()
+    ]
+    worse = [line for line, (ours, eager, _) in zip(text, errors.values(), strict=True) if ours > eager]
+    assert not worse, "; ".join(worse)
+
+
+@pytest.mark.parametrize("sizes", SHAPES, ids=str)
+def test_no_tensor_is_less_accurate_than_eager_bf16(bf16_kernel: str, sizes: Sizes) -> None:
+    compare(bf16_kernel, sizes)
+
+
+@pytest.mark.emulated
+@pytest.mark.parametrize("sizes", SMALL, ids=str)
+def test_no_tensor_is_less_accurate_on_small_shapes(bf16_kernel: str, sizes: Sizes) -> None:
+    compare(bf16_kernel, sizes)

@@ -1,0 +1,139 @@
+"""From text to token blocks: labels only on answers, examples in one row apart, nothing lost."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from amx_sft_moe.finetune.corpus import Document, Example
+from amx_sft_moe.finetune.errors import FinetuneError
+from amx_sft_moe.finetune.held_out import IGNORED, held_out_loss
+from amx_sft_moe.finetune.model import make_model
+from amx_sft_moe.finetune.options import ModelShape
+from amx_sft_moe.finetune.packing import Encoded, chunk, encode_examples, pack
+from amx_sft_moe.finetune.tokenizer import train_tokenizer
+
+TEXTS = [f"The {word} of the experts is routed to token {n}." for n in range(40) for word in ("sum", "gate")]
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return train_tokenizer(TEXTS, 300, 64)
+
+
+def test_tokenizer_is_deterministic_and_loses_nothing(tokenizer):
+    assert len(tokenizer) <= 300
+    assert train_tokenizer(TEXTS, 300, 64).get_vocab() == tokenizer.get_vocab()
+    for text in (TEXTS[0], " leading\n\tand ünïcode 漢字 \x00", "def f(x):\n    return x"):
+        assert tokenizer.decode(tokenizer(text)["input_ids"]) == text
+    assert tokenizer.eos_token_id is not None
+    assert tokenizer.pad_token_id not in (None, tokenizer.eos_token_id)
+
+
+def test_prompts_carry_no_loss(tokenizer):
+    example = Example("The sum of", " the experts is routed")
+    (encoded,), counts = encode_examples(tokenizer, [example], 64)
+    prompt = tokenizer(example.prompt)["input_ids"]
+    answer = [*tokenizer(example.completion)["input_ids"], tokenizer.eos_token_id]
+    assert encoded.tokens == prompt + answer
+    assert encoded.labels == [IGNORED] * len(prompt) + answer
+    assert (counts.kept, counts.truncated, counts.dropped) == (1, 0, 0)
+
+
+def test_plain_text_carries_loss_on_all_but_its_first_token(tokenizer):
+    (encoded,), _ = encode_examples(tokenizer, [Example("", TEXTS[0])], 64)
+    assert encoded.labels[0] == IGNORED
+    assert encoded.labels[1:] == encoded.tokens[1:]
+    assert encoded.tokens[-1] == tokenizer.eos_token_id
+
+
+def test_what_is_too_long_is_cut_or_left_out_and_counted(tokenizer):
+    long = TEXTS[0] * 5
+    encoded, counts = encode_examples(tokenizer, [Example("The", long), Example(long, "The")], 16)
+    assert [len(example.tokens) for example in encoded] == [16]
+    assert any(label != IGNORED for label in encoded[0].labels)
+    assert (counts.kept, counts.truncated, counts.dropped) == (1, 1, 1)
+
+
+def test_long_plain_text_goes_on_in_further_examples(tokenizer):
+    long = TEXTS[0] * 5
+    encoded, counts = encode_examples(tokenizer, [Example("", long)], 16)
+    tokens = [token for example in encoded for token in example.tokens]
+    assert tokens == [*tokenizer(long)["input_ids"], tokenizer.eos_token_id][: len(tokens)]
+    assert len(encoded) > 1
+    assert all(example.labels[0] == IGNORED and len(example.tokens) <= 16 for example in encoded)
+    assert (counts.kept, counts.truncated, counts.dropped) == (1, 0, 0)
+
+
+def examples_of(lengths):
+    return [
+        Encoded([100 + n] * length, [IGNORED] + [100 + n] * (length - 1)) for n, length in enumerate(lengths)
+    ]
+
+
+def test_packing_keeps_every_token_once_and_examples_whole():
+    lengths = [5, 7, 3, 8, 2, 4, 8, 1, 6]
+    blocks = pack(examples_of(lengths), 8, padding_id=1)
+    assert blocks.input_ids.shape[1] == 8
+    found = sorted(token for token in blocks.input_ids.flatten().tolist() if token != 1)
+    assert found == sorted(100 + n for n, length in enumerate(lengths) for _ in range(length))
+    assert blocks.tokens == sum(lengths)
+    assert blocks.predicted == sum(lengths) - len(lengths)
+    assert blocks.lengths.tolist() == (blocks.input_ids != 1).sum(1).tolist()
+    for row in range(len(blocks)):
+        tokens, positions = blocks.input_ids[row].tolist(), blocks.position_ids[row].tolist()
+        for token in set(tokens):
+            assert [p for t, p in zip(tokens, positions, strict=True) if t == token] == list(
+                range(tokens.count(token))
+            )
+        assert all(
+            label == IGNORED for t, label in zip(tokens, blocks.labels[row].tolist(), strict=True) if t == 1
+        )
+
+
+def test_packing_wastes_little():
+    generator = torch.Generator().manual_seed(0)
+    lengths = torch.randint(5, 60, (500,), generator=generator).tolist()
+    blocks = pack(examples_of(lengths), 256, padding_id=1)
+    assert blocks.tokens / blocks.input_ids.numel() > 0.93
+
+
+def test_packing_nothing_is_refused():
+    with pytest.raises(FinetuneError, match="--sequence-length"):
+        pack([], 8, padding_id=1)
+
+
+def test_blocks_give_rows_and_batches():
+    blocks = pack(examples_of([8, 8, 8]), 8, padding_id=1)
+    assert len(blocks.first(2)) == 2
+    assert set(blocks[0]) == {"input_ids", "labels", "position_ids"}
+    batch = blocks.batch([2, 0])
+    assert torch.equal(batch["input_ids"], blocks.input_ids[[2, 0]])
+
+
+def test_prose_is_one_stream(tokenizer):
+    documents = [Document("a", TEXTS[0] * 3), Document("b", TEXTS[1] * 3)]
+    blocks = chunk(tokenizer, documents, 8)
+    stream = []
+    for document in documents:
+        stream += [*tokenizer(document.text)["input_ids"], tokenizer.eos_token_id]
+    flat = blocks.input_ids.flatten().tolist()
+    assert flat == stream[: len(flat)]
+    assert 0 <= len(stream) - len(flat) < 8
+    assert blocks.tokens == len(flat)
+    with pytest.raises(FinetuneError, match="do not fill one sequence"):
+        chunk(tokenizer, documents[:1], 4096)
+
+
+def test_examples_in_one_row_do_not_see_each_other(tokenizer):
+    """The loss over packed rows is that over the examples one by one."""
+    shape = ModelShape(vocabulary=len(tokenizer), layers=2, hidden=32, intermediate=32, experts=4, top_k=2)
+    model = make_model(shape, tokenizer, 64, seed=0)
+    examples = [Example(text[:8], text[8:]) for text in TEXTS[:9]]
+    encoded, _ = encode_examples(tokenizer, examples, 64)
+    packed = pack(encoded, 64, tokenizer.pad_token_id)
+    assert len(packed) < len(encoded)
+    alone = [pack([one], len(one.tokens), tokenizer.pad_token_id) for one in encoded]
+    expected = sum(held_out_loss(model, one.tensors(), 1) * one.predicted for one in alone) / packed.predicted
+    assert held_out_loss(model, packed.tensors(), 2) == pytest.approx(expected, rel=1e-5)
+    assert model.training  # left as it was

@@ -1,0 +1,232 @@
+"""Parts of the main job that can be seen without a run: options, clock, folders, dumps, tables, lanes."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from amx_sft_moe.finetune import comparison, hook, tables
+from amx_sft_moe.finetune.adapter import whole_folder
+from amx_sft_moe.finetune.clock import ExpertClock
+from amx_sft_moe.finetune.comparison import Lane
+from amx_sft_moe.finetune.options import Options, parse
+from amx_sft_moe.finetune.packing import Encoded, pack
+from amx_sft_moe.finetune.results import write_text
+
+DUMP = """\
+[FWD TIMER] forward_gather: 0.100 ms (total: 0.100 ms)
+[DOWN] D3_gemm: 1.000 ms
+[BWD TIMER] backward_down: 1.000 ms (total: 1.000 ms)
+[BWD TIMER] backward_routing_weights: 0.500 ms (total: 1.500 ms)
+[DOWN] D2_quantize: 0.000 ms (not needed)
+[DOWN] D3_gemm: 41.123 ms
+[BWD TIMER] backward_down: 42.000 ms (total: 42.000 ms)
+[GU] base_pass(gate)+base_pass(up): 24.303 ms (fused)
+[BWD TIMER] backward_routing_weights: 0.250 ms (total: 42.250 ms)
+"""
+
+
+class TestOptions:
+    def test_defaults_are_those_of_the_class(self):
+        options = parse([])
+        assert options == Options(threads=options.threads)
+        assert options.threads >= 1
+
+    def test_quick_is_smaller_and_can_be_overridden(self):
+        quick = parse(["--quick"])
+        assert quick.steps < Options().steps
+        assert quick.shape.hidden < Options().shape.hidden
+        assert parse(["--quick", "--steps", "3"]).steps == 3
+
+    def test_alpha_follows_the_rank_unless_given(self):
+        assert parse(["--rank", "32"]).alpha == 64
+        assert parse(["--rank", "32", "--alpha", "8"]).alpha == 8
+
+    def test_a_checkpoint_is_trained_more_gently(self):
+        assert parse(["--model", "x"]).learning_rate < parse([]).learning_rate
+        assert parse(["--model", "x", "--learning-rate", "0.5"]).learning_rate == 0.5
+
+    @pytest.mark.parametrize(
+        "arguments",
+        [
+            ["--rank", "0"],
+            ["--steps", "0"],
+            ["--compare-steps", "-1"],
+            ["--learning-rate", "0"],
+            ["--learning-rate", "inf"],
+            ["--alpha", "nan"],
+            ["--dtype", "float16"],
+            ["--threads", "two"],
+            ["--unknown"],
+        ],
+    )
+    def test_what_makes_no_sense_is_refused(self, arguments, capsys):
+        with pytest.raises(SystemExit) as raised:
+            parse(arguments)
+        assert raised.value.code == 2
+        assert arguments[0] in capsys.readouterr().err
+
+    def test_options_are_plain_json(self):
+        values = parse(["--model", "a/b"]).as_json()
+        assert values["model"] == str(Path("a/b"))
+        assert values["shape"]["experts"] == Options().shape.experts
+
+
+class TestWholeFolder:
+    def test_it_appears_at_the_end(self, tmp_path):
+        folder = tmp_path / "deep" / "adapter"
+        with whole_folder(folder) as partial:
+            (partial / "file").write_text("new")
+            assert not folder.exists()
+        assert (folder / "file").read_text() == "new"
+        assert [path.name for path in folder.parent.iterdir()] == ["adapter"]
+
+    @pytest.mark.parametrize("interruption", [KeyboardInterrupt, RuntimeError])
+    def test_what_was_there_survives_an_interruption(self, tmp_path, interruption):
+        folder = tmp_path / "adapter"
+        folder.mkdir()
+        (folder / "file").write_text("old")
+
+        def write_half():
+            with whole_folder(folder) as partial:
+                (partial / "file").write_text("half")
+                raise interruption
+
+        with pytest.raises(interruption):
+            write_half()
+        assert (folder / "file").read_text() == "old"
+        assert [path.name for path in tmp_path.iterdir()] == ["adapter"]
+
+    def test_it_replaces_what_was_there(self, tmp_path):
+        folder = tmp_path / "adapter"
+        folder.mkdir()
+        (folder / "left over").write_text("old")
+        with whole_folder(folder) as partial:
+            (partial / "file").write_text("new")
+        assert [path.name for path in folder.iterdir()] == ["file"]
+        assert [path.name for path in tmp_path.iterdir()] == ["adapter"]
+
+    def test_text_is_written_whole(self, tmp_path):
+        write_text(tmp_path / "report.md", "text\n")
+        assert [path.name for path in tmp_path.iterdir()] == ["report.md"]
+        with pytest.raises(UnicodeEncodeError):
+            write_text(tmp_path / "report.md", "half \udc00")
+        assert (tmp_path / "report.md").read_text() == "text\n"
+        assert [path.name for path in tmp_path.iterdir()] == ["report.md"]
+
+
+class TestDump:
+    def test_the_last_backward_is_found(self):
+        lines = hook.last_backward(DUMP).splitlines()
+        assert lines == DUMP.splitlines()[4:]
+        # After a forward and without an earlier backward it is the same.
+        assert hook.last_backward("\n".join([DUMP.splitlines()[0], *lines])) == "\n".join(lines)
+
+    def test_it_is_read_into_phases_and_groups(self):
+        phases, groups = hook.parse_dump(hook.last_backward(DUMP))
+        assert phases == {"D2_quantize": 0.0, "D3_gemm": 41.123, "base_pass(gate)+base_pass(up)": 24.303}
+        assert groups == {"backward_down": 42.0, "backward_routing_weights": 0.25}
+
+
+class _Sleep(torch.autograd.Function):
+    """The identity, which takes its time."""
+
+    @staticmethod
+    def forward(ctx, x, seconds):
+        ctx.seconds = seconds
+        time.sleep(seconds)
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        time.sleep(2 * ctx.seconds)
+        return gradient, None
+
+
+class _Experts(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.ones(4))
+
+    def forward(self, x, expert_ids, routing_weights):
+        return _Sleep.apply(x * self.weight, 0.02) * routing_weights.sum(1, keepdim=True)
+
+
+class TestClock:
+    def test_it_sees_the_experts_and_nothing_else(self):
+        experts = [_Experts(), _Experts()]
+        clock = ExpertClock()
+        x = torch.randn(3, 4, requires_grad=True)
+        ids, weights = torch.zeros(3, 1, dtype=torch.int64), torch.ones(3, 1)
+        with clock.attached(experts):
+            y = _Sleep.apply(x, 0.1)
+            for module in experts:
+                y = _Sleep.apply(module(y, ids, weights), 0.1)
+            y.sum().backward()
+        assert 0.04 <= clock.forward < 0.09
+        assert 0.08 <= clock.backward < 0.13
+        assert clock.total == clock.forward + clock.backward
+        clock.reset()
+        assert clock.total == 0
+        experts[0](x, ids, weights).sum().backward()
+        assert clock.total == 0  # detached
+
+    def test_it_changes_no_gradient_and_allows_no_grad(self):
+        module = _Experts()
+        ids, weights = torch.zeros(3, 1, dtype=torch.int64), torch.rand(3, 1, requires_grad=True)
+        x = torch.randn(3, 4, requires_grad=True)
+        expected = torch.autograd.grad(module(x, ids, weights).square().sum(), [x, weights, module.weight])
+        with ExpertClock().attached([module]):
+            found = torch.autograd.grad(module(x, ids, weights).square().sum(), [x, weights, module.weight])
+            with torch.no_grad():
+                assert not module(x, ids, weights).requires_grad
+            # As in a first layer that nothing trainable precedes.
+            module(x.detach(), ids, weights.detach()).sum().backward()
+        for a, b in zip(found, expected, strict=True):
+            assert torch.equal(a, b)
+
+
+def test_lanes_leave_out_the_step_that_warms_up():
+    lane = Lane("x", step=[9.0, 1.0, 3.0, 2.0], forward=[9.0, 0.5, 0.5, 0.5], backward=[9.0, 0.5, 0.5, 0.5])
+    assert lane.median("step") == 2.0
+    assert lane.share == 0.5
+    assert Lane("x", step=[9.0]).median("step") == 9.0
+
+
+def test_compared_batches_use_each_row_once_before_any_comes_again():
+    blocks = pack([Encoded([n] * 8, [-100] + [n] * 7) for n in range(10, 16)], 8, padding_id=1)
+    batches = comparison.batches(blocks, 3, 4, seed=1)
+    rows = [int(row[0]) for batch in batches for row in batch["input_ids"]]
+    assert sorted(rows[:6]) == list(range(10, 16))
+    assert len(set(rows[6:])) == 6
+    again = comparison.batches(blocks, 3, 4, seed=1)
+    assert all(torch.equal(a["input_ids"], b["input_ids"]) for a, b in zip(batches, again, strict=True))
+    assert rows != [
+        int(row[0]) for batch in comparison.batches(blocks, 3, 4, seed=2) for row in batch["input_ids"]
+    ]
+
+
+def test_tables_are_aligned():
+    header, rows = ("what", "ms"), [("a", "1,000"), ("longer", "2")]
+    assert tables.plain_table(header, rows).splitlines() == [
+        "  what       ms",
+        "  ------  -----",
+        "  a       1,000",
+        "  longer      2",
+    ]
+    assert tables.markdown_table(header, rows).splitlines() == [
+        "| what   |    ms |",
+        "| ------ | ----: |",
+        "| a      | 1,000 |",
+        "| longer |     2 |",
+    ]
+
+
+def test_durations_and_milliseconds():
+    assert tables.duration(42.4) == "42 s"
+    assert tables.duration(187) == "3 min 07 s"
+    assert tables.milliseconds(1.2345) == "1,234"
+    assert tables.milliseconds(0.01234) == "12.3"

@@ -1,0 +1,98 @@
+"""What the package says about itself and this machine: info(), the command line, versions, shipped headers."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import amx_sft_moe
+from amx_sft_moe.__main__ import main
+from cases import kernels
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def test_info_is_plain_json() -> None:
+    found = amx_sft_moe.info()
+    assert json.loads(json.dumps(found)) == found
+    names = {(kernel["name"], kernel["weights"]) for kernel in found["kernels"]}
+    assert {("amx_bf16", "bfloat16"), ("avx512_bf16", "bfloat16"), ("portable", "bfloat16")} <= names
+    assert ("portable", "float32") in names
+    for kernel in found["kernels"]:
+        assert kernel["available"] == (kernel["why_not"] == "")
+    assert isinstance(found["instruction_sets"]["amx"], str)
+    assert found["num_threads"] >= 1
+    assert found["auto_kernel"]["bfloat16"] in {kernel["name"] for kernel in found["kernels"]}
+
+
+@pytest.mark.emulated
+def test_the_kernel_under_test_is_there() -> None:
+    assert kernels("bfloat16"), "no kernel to test on"
+
+
+@pytest.mark.emulated
+@pytest.mark.skipif("AMX_EMULATOR" not in os.environ, reason="only under the AMX emulator")
+def test_emulation_is_said() -> None:
+    found = amx_sft_moe.info()
+    assert found["instruction_sets"]["amx"] == "amx (emulated)"
+    assert found["instruction_sets"]["amx_emulated"] is True
+    assert kernels("bfloat16") == ["amx_bf16"]
+
+
+def test_environment_chooses_the_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("AMX_SFT_MOE_KERNEL", "portable")
+    found = amx_sft_moe.info()
+    assert found["auto_kernel"] == {"bfloat16": "portable", "float32": "portable"}
+    assert found["environment"]["AMX_SFT_MOE_KERNEL"] == "portable"
+    monkeypatch.setenv("AMX_SFT_MOE_KERNEL", "abacus")
+    assert "abacus" in amx_sft_moe.info()["auto_kernel"]["bfloat16"]
+
+
+def test_command_line(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["info"]) == 0
+    text = capsys.readouterr().out
+    assert f"amx_sft_moe {amx_sft_moe.__version__}" in text
+    assert "kernels, best first:" in text
+    assert "portable" in text
+    assert main(["info", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["version"] == amx_sft_moe.__version__
+    for wrong in ([], ["trian"]):
+        with pytest.raises(SystemExit) as stopped:
+            main(wrong)
+        assert stopped.value.code == 2
+        assert "usage: python -m amx_sft_moe" in capsys.readouterr().err
+
+
+def test_module_runs_as_a_program() -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "amx_sft_moe", "info", "--json"],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=True,
+    )
+    assert json.loads(done.stdout)["kernels"] == amx_sft_moe.info()["kernels"]
+
+
+def test_one_version_everywhere() -> None:
+    assert amx_sft_moe.info()["version"] == amx_sft_moe.__version__
+    project = (ROOT / "pyproject.toml").read_text()
+    assert re.search(r'^version = "(.+)"', project, re.MULTILINE).group(1) == amx_sft_moe.__version__
+    assert f"VERSION {amx_sft_moe.__version__}" in (ROOT / "CMakeLists.txt").read_text()
+
+
+def test_headers_ship_with_the_package() -> None:
+    assert (Path(amx_sft_moe.get_include()) / "amx_sft_moe" / "amx_sft_moe.hpp").is_file()
+
+
+def test_names() -> None:
+    assert set(amx_sft_moe.__all__) <= {*dir(amx_sft_moe), "nn", "adapters"}
+    with pytest.raises(AttributeError, match="no attribute 'missing'"):
+        _ = amx_sft_moe.missing
+    assert (Path(amx_sft_moe.__file__).parent / "py.typed").is_file()

@@ -1,0 +1,227 @@
+"""Callers without torch: numpy, ml_dtypes' bfloat16, other DLPack producers; no import of torch along the
+way."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import pytest
+import torch
+
+from amx_sft_moe import ArgumentError
+from cases import Sizes
+from reference import Layer, make_layer, run
+
+SIZES = Sizes(tokens=9)
+
+
+def as_numpy(tensor: torch.Tensor) -> np.ndarray:
+    if tensor.dtype == torch.bfloat16:
+        return tensor.contiguous().view(torch.int16).numpy().view(ml_dtypes.bfloat16)
+    return tensor.numpy()
+
+
+def numpy_layer(layer: Layer) -> Layer:
+    tensors = {name: value for name, value in vars(layer).items() if name != "factors"}
+    factors = {name: as_numpy(factor) for name, factor in layer.factors.items()}
+    return Layer(**{name: as_numpy(value) for name, value in tensors.items()}, factors=factors)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_same_bits_as_torch(dtype: torch.dtype) -> None:
+    layer = make_layer(SIZES, dtype=dtype)
+    expected = run(SIZES.operator(), layer)
+    found = run(SIZES.operator(), numpy_layer(layer))
+    wanted = ml_dtypes.bfloat16 if dtype == torch.bfloat16 else np.float32
+    for name, array in found.items():
+        assert type(array) is np.ndarray, name
+        assert array.dtype == wanted, name
+        assert array.flags.owndata, name
+        assert np.array_equal(array, as_numpy(expected[name])), name
+
+
+def test_read_only_base_weights(tmp_path: Path) -> None:
+    layer = numpy_layer(make_layer(SIZES))
+    expected = run(SIZES.operator(), layer)["y"]
+    for name in ("gate_proj", "up_proj", "down_proj"):
+        weight = getattr(layer, name)
+        path = tmp_path / name
+        weight.tofile(path)
+        setattr(layer, name, np.memmap(path, dtype=weight.dtype, mode="r", shape=weight.shape))
+    assert np.array_equal(run(SIZES.operator(), layer)["y"], expected)
+
+
+def test_strides_and_views() -> None:
+    layer = numpy_layer(make_layer(SIZES))
+    expected = run(SIZES.operator(), layer)
+    wide = np.zeros((9, 50), layer.x.dtype)
+    wide[:, 7:39] = layer.x
+    layer.x = wide[:, 7:39]
+    layer.factors = {name: np.asfortranarray(factor) for name, factor in layer.factors.items()}
+    found = run(SIZES.operator(), layer)
+    assert all(np.array_equal(found[name], expected[name]) for name in expected)
+
+
+def test_odd_arrays_are_refused() -> None:
+    layer = numpy_layer(make_layer(SIZES))
+    op = SIZES.operator()
+    run(op, layer)
+    inputs = (layer.expert_ids, layer.routing_weights)
+    with pytest.raises(TypeError, match=r"x: expected dtype bfloat16 or float32.*V2"):
+        op.forward_sft(layer.x.view("V2"), *inputs)
+    with pytest.raises(TypeError, match=r"x: .*float16"):
+        op.forward_sft(layer.x.astype(np.float16), *inputs)
+    with pytest.raises(TypeError, match=r"x: .*>f4"):
+        op.forward_sft(layer.x.astype(">f4"), *inputs)
+    packed = np.zeros(9, dtype=[("tag", "u1"), ("row", "f4", (32,))])
+    with pytest.raises(ArgumentError, match=r"x: expected strides.*multiples of 4"):
+        op.forward_sft(packed["row"], *inputs)
+
+
+def test_results_follow_x() -> None:
+    layer = make_layer(SIZES)
+    arrays = numpy_layer(layer)
+    arrays.gate_proj, arrays.factors = layer.gate_proj, layer.factors
+    found = run(SIZES.operator(), arrays)
+    assert all(isinstance(array, np.ndarray) for array in found.values())
+    layer.gate_proj = as_numpy(layer.gate_proj)
+    assert all(isinstance(tensor, torch.Tensor) for tensor in run(SIZES.operator(), layer).values())
+
+
+class Producer:
+    """A tensor of a library that has nothing but DLPack; counts what it still holds."""
+
+    def __init__(self, tensor: torch.Tensor, versioned: bool) -> None:
+        self._tensor, self._versioned = tensor, versioned
+
+    def __dlpack_device__(self) -> tuple[int, int]:
+        return 1, 0
+
+    def __dlpack__(self, **options: Any) -> Any:
+        if self._versioned:
+            return self._tensor.__dlpack__(**options)
+        if options:
+            raise TypeError("no keywords here")
+        return self._tensor.__dlpack__()
+
+
+@pytest.mark.parametrize("versioned", [False, True])
+def test_dlpack_producers(versioned: bool) -> None:
+    layer = make_layer(SIZES)
+    expected = run(SIZES.operator(), layer)
+    wrapped = Layer(
+        **{
+            name: Producer(value, versioned)
+            for name, value in vars(layer).items()
+            if name not in ("factors", "x")
+        },
+        x=Producer(layer.x, versioned),
+        factors={name: Producer(factor, versioned) for name, factor in layer.factors.items()},
+    )
+    found = run(SIZES.operator(), wrapped)
+    assert all(np.array_equal(found[name], as_numpy(expected[name])) for name in expected)
+
+
+class Interface:
+    """An object with numpy's array interface and nothing else."""
+
+    def __init__(self, array: np.ndarray) -> None:
+        self.__array_interface__ = array.__array_interface__
+        self._array = array
+
+
+def test_array_interface() -> None:
+    layer = numpy_layer(make_layer(SIZES, dtype=torch.float32))
+    op = SIZES.operator()
+    expected = run(op, layer)["y"]
+    y = op.forward_sft(Interface(layer.x), Interface(layer.expert_ids), Interface(layer.routing_weights), False)
+    assert np.array_equal(y, expected)
+
+
+WITHOUT_TORCH = """
+    import sys
+    for name in ("torch", "transformers", "peft", *{missing}):
+        sys.modules[name] = None  # importing it fails
+    import numpy as np
+    import amx_sft_moe
+    random = np.random.default_rng(0)
+    op = amx_sft_moe.SftMoe(3, 2, 8, 6)
+    base = [random.normal(size=shape).astype(np.float32) for shape in ((3, 6, 8), (3, 6, 8), (3, 8, 6))]
+    factors = [random.normal(size=shape).astype(np.float32) for shape in ((3, 2, 6), (3, 8, 2))]
+    ids, weights = np.array([[0, 1], [2, -1]]), np.full((2, 2), 0.5, np.float32)
+    x = random.normal(size=(2, 8)).astype(np.float32)
+    {body}
+    for name in ("nn", "adapters"):
+        try:
+            getattr(amx_sft_moe, name)
+        except ImportError:
+            continue
+        raise SystemExit(name)
+    try:
+        amx_sft_moe.register()
+    except ImportError:
+        print("done")
+"""
+FP32 = """
+    op.set_base(*base)
+    op.set_lora(down_lora_a=factors[0], down_lora_b=factors[1])
+    y = op.forward_sft(x, ids, weights)
+    g = op.backward(np.ones_like(y))
+    assert type(y) is np.ndarray and g.grad_x.shape == (2, 8) and g.down_lora_b.shape == (3, 8, 2)
+    assert np.isfinite(g.down_lora_a).all() and g.grad_routing_weights[1, 1] == 0
+"""
+BF16 = """
+    import ml_dtypes
+    bf16 = ml_dtypes.bfloat16
+    op.set_base(*[weight.astype(bf16) for weight in base])
+    y = op.forward_sft(x.astype(bf16), ids, weights)
+    assert y.dtype == bf16
+    assert op.forward_sft(x, ids, weights, False).dtype == np.float32
+"""
+NO_ML_DTYPES = """
+    op.set_base(*base)
+
+    class Bf16:
+        def __dlpack_device__(self):
+            return 1, 0
+        def __dlpack__(self, **options):
+            return capsule
+    import ctypes
+    shape, strides = (ctypes.c_int64 * 2)(2, 8), (ctypes.c_int64 * 2)(8, 1)
+    data = (ctypes.c_uint16 * 16)()
+    class Managed(ctypes.Structure):
+        _fields_ = [("data", ctypes.c_void_p), ("device", ctypes.c_int32 * 2), ("ndim", ctypes.c_int32),
+                    ("dtype", ctypes.c_uint8 * 4), ("shape", ctypes.c_void_p), ("strides", ctypes.c_void_p),
+                    ("offset", ctypes.c_uint64), ("context", ctypes.c_void_p), ("deleter", ctypes.c_void_p)]
+    managed = Managed(ctypes.addressof(data), (1, 0), 2, (4, 16, 1, 0), ctypes.addressof(shape),
+                      ctypes.addressof(strides), 0, None, None)
+    new = ctypes.pythonapi.PyCapsule_New
+    new.restype, new.argtypes = ctypes.py_object, [ctypes.c_void_p, ctypes.c_char_p, ctypes.c_void_p]
+    capsule = new(ctypes.addressof(managed), b"dltensor", None)
+    try:
+        op.forward_sft(Bf16(), ids, weights)
+    except TypeError as error:
+        assert "ml_dtypes" in str(error) and "out=" in str(error), error
+    else:
+        raise SystemExit("no error")
+"""
+
+
+@pytest.mark.parametrize(
+    ("body", "missing"),
+    [(FP32, ["ml_dtypes"]), (BF16, []), (NO_ML_DTYPES, ["ml_dtypes"])],
+    ids=["fp32", "bf16", "bf16 without ml_dtypes"],
+)
+def test_without_torch(body: str, missing: list[str]) -> None:
+    code = textwrap.dedent(WITHOUT_TORCH).format(body=textwrap.dedent(body).strip(), missing=missing)
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.strip() == "done"
