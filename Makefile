@@ -29,7 +29,7 @@ test: test-cpp test-python
 test-cpp: $(VENV)/tools
 	$(BIN)/cmake -S . -B $(BUILD) -G Ninja -DAMX_SFT_MOE_NVTX_INCLUDE=$(NVTX_INCLUDE)
 	$(BIN)/cmake --build $(BUILD) -j $(JOBS)
-	$(BIN)/ctest --test-dir $(BUILD) --output-on-failure
+	OMP_WAIT_POLICY=passive $(BIN)/ctest --test-dir $(BUILD) --output-on-failure -j $(JOBS)
 
 test-python: $(VENV)/installed test-cpp
 	AMX_EMULATOR_LIBRARY=$$(find $(abspath $(BUILD)) -name libamx_emulator.so | head -1) \
@@ -39,7 +39,7 @@ test-full: test lint
 	$(BIN)/cmake -S . -B $(BUILD)-asan -G Ninja -DCMAKE_BUILD_TYPE=RelWithDebInfo \
 	  -DAMX_SFT_MOE_SANITIZE=address,undefined -DAMX_SFT_MOE_BENCHMARKS=OFF
 	$(BIN)/cmake --build $(BUILD)-asan -j $(JOBS)
-	$(BIN)/ctest --test-dir $(BUILD)-asan --output-on-failure
+	OMP_WAIT_POLICY=passive $(BIN)/ctest --test-dir $(BUILD)-asan --output-on-failure -j $(JOBS)
 
 bench: $(VENV)/tools
 	$(BIN)/cmake -S . -B $(BUILD) -G Ninja -DAMX_SFT_MOE_NVTX_INCLUDE=$(NVTX_INCLUDE)

@@ -140,8 +140,8 @@ void drop(amx_sft_moe::Gradients& grads, std::size_t which) {
   if (which >= kGateA) *factors[which - kGateA] = {};
 }
 
-// Any subset may be wanted, and what is left out changes nothing else. All 256 subsets of the eight gradients; where
-// each costs emulated instructions, those with at most one gradient wanted or at most one left out.
+// Any subset may be wanted, and what is left out changes nothing else. All 256 subsets of the eight gradients;
+// where each costs emulated instructions, those with at most one gradient wanted or at most one left out.
 TYPED_TEST(OperatorGradients, AnySubsetOfThem) {
   const Case c{"subset", 5, 2, 2, 18, 7, {3, 2, 1}};
   const Problem problem = integer_problem(c, kPlain, kWeightDType<TypeParam>);

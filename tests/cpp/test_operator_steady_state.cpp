@@ -76,7 +76,8 @@ TYPED_TEST(OperatorSteadyState, AllocatesNothing) {
       moe.backward(routing, problem.x(), saved.view(), problem.grad_y(), grads);
     };
     step();
-    // Many, because which thread takes which task changes: a thread's first task of a kind must not allocate either.
+    // Many, because which thread takes which task changes: a thread's first task of a kind must not allocate
+    // either.
     const std::int64_t before = allocation_count();
     for (int n = 0; n < 12; ++n) step();
     EXPECT_EQ(allocation_count() - before, 0);

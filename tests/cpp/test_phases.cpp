@@ -163,9 +163,14 @@ TYPED_TEST(PhaseRecord, RefusedCallKeepsTheLastRecord) {
   Moe<TypeParam> moe = make_moe<TypeParam>(problem);
   const Outputs out(problem);
   run_step(moe, problem, out);
-  const std::int64_t begin = moe.last_backward().begin_ns;
+  const std::int64_t forward_begin = moe.last_forward().begin_ns;
+  const std::int64_t backward_begin = moe.last_backward().begin_ns;
   EXPECT_ANY_THROW(moe.backward(problem.grad_y(), out.gradients()));
-  EXPECT_EQ(moe.last_backward().begin_ns, begin);
+  const amx_sft_moe::SavedActivations<typename TypeParam::Stored> none;
+  EXPECT_ANY_THROW(moe.forward_sft(problem.routing(), problem.x(), out.y(), none));
+  EXPECT_ANY_THROW(moe.backward(problem.routing(), problem.x(), none, problem.grad_y(), out.gradients()));
+  EXPECT_EQ(moe.last_forward().begin_ns, forward_begin);
+  EXPECT_EQ(moe.last_backward().begin_ns, backward_begin);
 }
 
 TYPED_TEST(PhaseRecord, OfNoTokens) {

@@ -101,6 +101,29 @@ def test_expanded_and_transposed_tensors() -> None:
     assert torch.equal(grad, expected)
 
 
+def test_factors_with_the_expert_last() -> None:
+    """PEFT's layout of B; the copies on the way there and back change nothing, and the gradient needs no
+    other."""
+    layer = make_layer(Sizes(experts=5, ranks=(3, 3, 1), tokens=12))
+    experts, leaves = frozen(layer), leaves_of(layer)
+    expected = torch.autograd.grad(call(experts, layer, leaves), leaves.values(), layer.grad_y)
+    stored = {
+        name: leaf.detach().permute(1, 2, 0).contiguous().requires_grad_() if name in FACTORS else leaf
+        for name, leaf in leaves.items()
+    }
+    saved: list[int] = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t.data_ptr()) or t, lambda t: t):
+        seen = {name: leaf.permute(2, 0, 1) if name in FACTORS else leaf for name, leaf in stored.items()}
+        y = call(experts, layer, seen)
+    assert {leaf.data_ptr() for leaf in stored.values()} <= set(saved), "parameters are saved, not copies"
+    with torch.no_grad():
+        assert torch.equal(call(experts, layer, seen), y)
+    y.backward(layer.grad_y)
+    for (name, leaf), grad in zip(stored.items(), expected, strict=True):
+        assert leaf.grad.is_contiguous()
+        assert torch.equal(leaf.grad.permute(2, 0, 1) if name in FACTORS else leaf.grad, grad), name
+
+
 def test_no_tokens() -> None:
     layer = make_layer(Sizes(tokens=0))
     leaves = leaves_of(layer)

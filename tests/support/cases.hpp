@@ -9,7 +9,7 @@ namespace sft_test {
 enum class RoutingPattern {
   kDistinct,     // k different experts per token
   kDuplicates,   // ids drawn with repetition; token 0 has one id k times
-  kSkipped,      // about a third of the routes outside [0, E): negative, E, and beyond 32 bits where the type allows
+  kSkipped,      // a third of the routes outside [0, E): negative, E, beyond 32 bits where the type allows
   kAllSkipped,   // no route at all
   kOneExpert,    // every route to the last expert
   kIdleExperts,  // experts with an odd number receive nothing
@@ -30,7 +30,9 @@ struct Case {
   bool emulate = true;  // few enough tile instructions for the emulated AMX kernel (7 us each)
 };
 
-inline std::ostream& operator<<(std::ostream& out, const Case& c) { return out << c.name; }
+inline std::ostream& operator<<(std::ostream& out, const Case& c) {
+  return out << c.name;
+}
 
 using enum RoutingPattern;
 

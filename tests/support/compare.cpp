@@ -10,8 +10,8 @@ namespace sft_test {
 
 namespace {
 
-// Moves each value by a random part of half a unit in its last place. How many bits there are depends on the place; 0
-// stands for an exact value.
+// Moves each value by a random part of half a unit in its last place. How many bits there are depends on the
+// place; 0 stands for an exact value.
 class Rounding {
  public:
   Rounding(const Problem& problem, std::uint64_t seed) : seed_(seed) {
@@ -31,7 +31,9 @@ class Rounding {
     at(Site::kGradFactor) = bits(s.factors);
   }
 
-  double operator()(reference::Site site, double value) { return value + 2 * half_ulp(site, value) * random_of(value); }
+  double operator()(reference::Site site, double value) {
+    return value + 2 * half_ulp(site, value) * random_of(value);
+  }
 
   double half_ulp(reference::Site site, double value) {
     if (at(site) == 0 || value == 0) return 0;
@@ -85,8 +87,8 @@ void expect_exact_zeros(const std::vector<bool>& must_be_zero, const std::vector
   }
 }
 
-// Few elements are few samples of the rounding, and so are the few values that rounding moves across a clamp: such
-// problems need (and being small can afford) more runs to find how far it goes.
+// Few elements are few samples of the rounding, and so are the few values that rounding moves across a clamp:
+// such problems need (and being small can afford) more runs to find how far it goes.
 unsigned runs_for(const Problem& problem) {
   const reference::Layer& layer = problem.layer();
   const auto routes = static_cast<double>(problem.batch().ids.size());

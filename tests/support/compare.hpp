@@ -1,16 +1,18 @@
 // What a step must give for a problem, how far from it rounding may lead, and the comparison.
 //
-// The tolerance of a tensor is measured, not guessed: the reference runs a few times more with every named intermediate
-// (and every input or result of a narrower type) moved by up to half a unit in the last place of the type that the
-// kernel may keep it in. That is the error of an implementation that rounds at each tensor of DESIGN's section 2 and
-// nowhere else, propagated through the very same numbers, cancellation and tiny sizes included. Equal values move
-// equally, as they do when rounded: a token that visits one expert twice has one error, not two independent ones.
-// A result may be kSlack times as far off as the worst of these runs, in two norms:
-//   * Frobenius, which for bf16 comes to some 0.6 - 1 % of the tensor's norm: one lost column of K = 128 is 9 %, a lost
-//     LoRA part or a swapped scaling tens of per cent;
-//   * the largest element (and there half a unit in its last place more, because few elements are that large and the
-//     runs may not have met the worst rounding), so that one wrong element of a large tensor cannot hide in the norm.
-// Where the reference is exactly zero whatever is rounded (experts without tokens, skipped routes) the result must be.
+// The tolerance of a tensor is measured, not guessed: the reference runs a few times more with every named
+// intermediate (and every input or result of a narrower type) moved by up to half a unit in the last place of
+// the type that the kernel may keep it in. That is the error of an implementation that rounds at each tensor of
+// DESIGN's section 2 and nowhere else, propagated through the very same numbers, cancellation and tiny sizes
+// included. Equal values move equally, as they do when rounded: a token that visits one expert twice has one
+// error, not two independent ones.
+//
+// A result may be kSlack times as far off as the worst of these runs, in two norms. Frobenius: for bf16 some
+// 0.6 to 1 % of the tensor's norm, where one lost column of K = 128 is 9 % and a lost LoRA part tens of per
+// cent. And the largest element, so that one wrong element of a large tensor cannot hide in the norm; half a
+// unit in its last place is added, because few elements are that large and the runs may not have met the worst
+// rounding. Where the reference is exactly zero whatever is rounded (experts without tokens, skipped routes)
+// the result must be.
 #pragma once
 
 #include <gtest/gtest.h>
@@ -25,8 +27,8 @@ namespace sft_test {
 
 // Bits of significand that a value keeps.
 inline constexpr int kBitsOfBf16 = 8;
-// fp32 has 24, but its sums, in an order of the kernel's own, lose some: 18 stand for sums of up to a thousand terms and
-// allow some 5e-6. A bf16 rounding where there should be none is three orders outside.
+// fp32 has 24, but its sums, in an order of the kernel's own, lose some: 18 stand for sums of up to a thousand
+// terms and allow some 5e-6. A bf16 rounding where there should be none is three orders outside.
 inline constexpr int kBitsOfFp32Sums = 18;
 inline constexpr double kSlack = 2.0;
 

@@ -1,5 +1,5 @@
-// Whether AMX instructions are emulated in this process (main.cpp decides). They take microseconds each then, so that
-// tests leave their larger cases out.
+// Whether AMX instructions are emulated in this process (main.cpp decides). They take microseconds each then,
+// so that tests leave their larger cases out.
 #pragma once
 
 namespace sft_test {

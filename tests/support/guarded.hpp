@@ -1,5 +1,5 @@
-// Memory between two PROT_NONE pages, so that a read or write outside of an operand faults at the instruction that
-// makes it. Unlike AddressSanitizer this also sees tile loads and masked vector loads.
+// Memory between two PROT_NONE pages, so that a read or write outside of an operand faults at the instruction
+// that makes it. Unlike AddressSanitizer this also sees tile loads and masked vector loads.
 #pragma once
 
 #include <sys/mman.h>

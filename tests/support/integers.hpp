@@ -1,6 +1,7 @@
-// Problems of small integers on which every result is exact: each named intermediate fits 8 bits of significand, each
-// sum fits 24, scalings and routing weights are powers of two, and the gate lies so high that silu(g) = g. Whatever
-// the order of summation, results must then equal the reference, rounded once to their own type.
+// Problems of small integers on which every result is exact: each named intermediate fits 8 bits of
+// significand, each sum fits 24, scalings and routing weights are powers of two, and the gate lies so high that
+// silu(g) = g. Whatever the order of summation, results must then equal the reference, rounded once to their
+// own type.
 #pragma once
 
 #include <cmath>
@@ -26,7 +27,8 @@ inline std::vector<double> sparse_rows(Random& random, int rows, int cols, int p
   return out;
 }
 
-inline reference::Adapter integer_adapter(Random& random, const Case& c, int rank, int in, int out, double scaling) {
+inline reference::Adapter integer_adapter(Random& random, const Case& c, int rank, int in, int out,
+                                          double scaling) {
   if (rank == 0) return {};
   return {rank, scaling, sparse_rows(random, c.experts * rank, in, 1, 1, 0.0),
           sparse_rows(random, c.experts * out, rank, 1, 1, 0.5)};
@@ -60,8 +62,8 @@ inline reference::Batch integer_batch(Random& random, const Case& c) {
   return batch;
 }
 
-// Whether all intermediates that an operator may keep in bf16 are exact there, and sums have room in fp32. Rows that
-// are only summed into tokens stay in fp32 until then (one rounding), so they may be longer.
+// Whether all intermediates that an operator may keep in bf16 are exact there, and sums have room in fp32. Rows
+// that are only summed into tokens stay in fp32 until then (one rounding), so they may be longer.
 struct ExactInBf16 {
   bool holds = true;
   double operator()(reference::Site site, double value) {

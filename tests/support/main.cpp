@@ -1,4 +1,5 @@
-// Runs the tests of a program, with AMX instructions emulated where the CPU has none and the emulator is linked.
+// Runs the tests of a program, with AMX instructions emulated where the CPU has none and the emulator is
+// linked.
 #include <gtest/gtest.h>
 
 #include "emulation.hpp"
@@ -6,9 +7,13 @@
 #ifdef SFT_TEST_HAS_AMX_EMULATOR
 #include "amx_emulator.hpp"
 
-bool sft_test::amx_is_emulated() { return amx_emulator::installed(); }
+bool sft_test::amx_is_emulated() {
+  return amx_emulator::installed();
+}
 #else
-bool sft_test::amx_is_emulated() { return false; }
+bool sft_test::amx_is_emulated() {
+  return false;
+}
 #endif
 
 int main(int argc, char** argv) {

@@ -1,5 +1,5 @@
-// AMX_SFT_MOE<Kernel> behind a wall: same members, but instantiated once per kernel (moe_<kernel>.cpp) instead of in
-// every file of tests. And the kernels that typed tests run on.
+// AMX_SFT_MOE<Kernel> behind a wall: same members, but instantiated once per kernel (moe_<kernel>.cpp) instead
+// of in every file of tests. And the kernels that typed tests run on.
 #pragma once
 
 #include <gtest/gtest.h>
@@ -19,7 +19,8 @@ class Moe {
   using Saved = amx_sft_moe::SavedActivations<Stored>;
 
   explicit Moe(const amx_sft_moe::Config& config, const amx_sft_moe::BaseWeights<Weight>& weights,
-               const amx_sft_moe::LoraWeights& lora = {}, std::shared_ptr<amx_sft_moe::Workspace> workspace = nullptr);
+               const amx_sft_moe::LoraWeights& lora = {},
+               std::shared_ptr<amx_sft_moe::Workspace> workspace = nullptr);
   ~Moe();
 
   void set_base(const amx_sft_moe::BaseWeights<Weight>& weights);
@@ -50,7 +51,8 @@ using Avx512WidenedBf16 = amx_sft_moe::kernels::Avx512<amx_sft_moe::bf16>;
 using Avx512Fp32 = amx_sft_moe::kernels::Avx512<float>;
 using AmxBf16 = amx_sft_moe::kernels::AmxBf16;
 
-using AllKernels = testing::Types<PortableBf16, PortableFp32, Avx512Bf16, Avx512WidenedBf16, Avx512Fp32, AmxBf16>;
+using AllKernels =
+    testing::Types<PortableBf16, PortableFp32, Avx512Bf16, Avx512WidenedBf16, Avx512Fp32, AmxBf16>;
 
 template <class Kernel>
 inline constexpr amx_sft_moe::DType kWeightDType = amx_sft_moe::kDTypeOf<typename Kernel::Weight>;
@@ -74,7 +76,8 @@ class KernelTest : public testing::Test {
  protected:
   void SetUp() override {
     if (!Kernel::available()) {
-      GTEST_SKIP() << Kernel::kName << " is not available: this CPU lacks the instructions, and no emulator of them is"
+      GTEST_SKIP() << Kernel::kName
+                   << " is not available: this CPU lacks the instructions, and no emulator of them is"
                    << " linked and installed";
     }
   }

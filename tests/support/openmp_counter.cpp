@@ -8,14 +8,18 @@ std::atomic<std::int64_t> g_sync_points{0};
 
 }  // namespace
 
-std::int64_t sft_test::sync_point_count() { return g_sync_points.load(); }
+std::int64_t sft_test::sync_point_count() {
+  return g_sync_points.load();
+}
 
 #if defined(_OPENMP) && defined(__GNUC__) && !defined(__clang__)
 
 #include <dlfcn.h>
 #include <omp.h>
 
-bool sft_test::can_count_sync_points() { return true; }
+bool sft_test::can_count_sync_points() {
+  return true;
+}
 
 namespace {
 
@@ -50,6 +54,8 @@ void GOMP_loop_end() {
 
 #else
 
-bool sft_test::can_count_sync_points() { return false; }
+bool sft_test::can_count_sync_points() {
+  return false;
+}
 
 #endif

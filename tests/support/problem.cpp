@@ -88,7 +88,8 @@ Problem::Problem(const Storage& storage, DType weights, reference::Layer layer, 
   base_ = BaseStore(weights, storage.weights, layer_, storage.edge);
   x_ = Tensor::matrix(storage.activations, batch_.tokens, layer_.hidden, storage.padding, storage.edge);
   grad_y_ = Tensor::matrix(storage.activations, batch_.tokens, layer_.hidden, storage.padding, storage.edge);
-  routing_weights_ = Tensor::matrix(storage.routing, batch_.tokens, batch_.top_k, storage.padding, storage.edge);
+  routing_weights_ =
+      Tensor::matrix(storage.routing, batch_.tokens, batch_.top_k, storage.padding, storage.edge);
   x_.store(batch_.x);
   grad_y_.store(batch_.grad_y);
   routing_weights_.store(batch_.weights);
@@ -113,7 +114,8 @@ void Problem::round_values() {
 
 Tensor Problem::make_factor(const reference::Adapter& lora, bool is_b, index_t in, index_t out) const {
   if (lora.rank == 0) return {};
-  const Extents extents = is_b ? Extents{layer_.experts, out, lora.rank} : Extents{layer_.experts, lora.rank, in};
+  const Extents extents =
+      is_b ? Extents{layer_.experts, out, lora.rank} : Extents{layer_.experts, lora.rank, in};
   Strides strides = Strides::rows(extents);
   if (storage_.lora == LoraLayout::kPeft) {
     strides = is_b ? Strides{1, lora.rank * extents.d0, extents.d0} : Strides{lora.rank * in, in, 1};
@@ -149,8 +151,9 @@ void Problem::replace_factors(const reference::Adapter& gate, const reference::A
 
 void Problem::store_ids() {
   const std::size_t stride = static_cast<std::size_t>(batch_.top_k + storage_.padding);
-  const std::size_t used = batch_.ids.empty() ? 0 : (static_cast<std::size_t>(batch_.tokens) - 1) * stride +
-                                                        static_cast<std::size_t>(batch_.top_k);
+  const std::size_t used = batch_.ids.empty() ? 0
+                                              : (static_cast<std::size_t>(batch_.tokens) - 1) * stride +
+                                                    static_cast<std::size_t>(batch_.top_k);
   const std::size_t width = storage_.narrow_ids ? 4 : 8;
   ids_ = GuardedMemory(used * width, storage_.edge);
   std::vector<std::int64_t> padded(used, 0);  // a gap that is read would be taken for expert 0
@@ -177,8 +180,8 @@ amx_sft_moe::Config Problem::config() const {
   config.intermediate_size = layer_.intermediate;
   config.num_threads = 2;
   if (layer_.glu.clamped) {
-    config.activation = amx_sft_moe::ClampedGlu{static_cast<float>(layer_.glu.limit),
-                                                static_cast<float>(layer_.glu.alpha)};
+    config.activation =
+        amx_sft_moe::ClampedGlu{static_cast<float>(layer_.glu.limit), static_cast<float>(layer_.glu.alpha)};
   }
   return config;
 }

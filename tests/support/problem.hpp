@@ -1,5 +1,6 @@
-// A layer and a batch in guarded memory, in the element types and layouts that a caller may choose, with the views that
-// the library takes; and the outputs of one step. The reference holds the same values, already rounded to those types.
+// A layer and a batch in guarded memory, in the element types and layouts that a caller may choose, with the
+// views that the library takes; and the outputs of one step. The reference holds the same values, already
+// rounded to those types.
 #pragma once
 
 #include <cstdint>
@@ -41,24 +42,24 @@ struct Storage {
 // Together they take each option at least once, in unlike company.
 inline constexpr Storage kPlain{"plain"};
 inline constexpr Storage kWide{.name = "fp32_fused_strided",
-                             .activations = DType::kFp32,
-                             .factors = DType::kFp32,
-                             .routing = DType::kBf16,
-                             .narrow_ids = true,
-                             .weights = WeightLayout::kFused,
-                             .padding = 3,
-                             .edge = Edge::kStart};
+                               .activations = DType::kFp32,
+                               .factors = DType::kFp32,
+                               .routing = DType::kBf16,
+                               .narrow_ids = true,
+                               .weights = WeightLayout::kFused,
+                               .padding = 3,
+                               .edge = Edge::kStart};
 inline constexpr Storage kPeftLike{.name = "peft_per_expert",
-                                 .factors = DType::kFp32,
-                                 .weights = WeightLayout::kPerExpert,
-                                 .lora = LoraLayout::kPeft};
+                                   .factors = DType::kFp32,
+                                   .weights = WeightLayout::kPerExpert,
+                                   .lora = LoraLayout::kPeft};
 inline constexpr Storage kMixed{.name = "fp32_activations_bf16_peft",
-                              .activations = DType::kFp32,
-                              .routing = DType::kBf16,
-                              .narrow_ids = true,
-                              .lora = LoraLayout::kPeft,
-                              .padding = 1,
-                              .edge = Edge::kStart};
+                                .activations = DType::kFp32,
+                                .routing = DType::kBf16,
+                                .narrow_ids = true,
+                                .lora = LoraLayout::kPeft,
+                                .padding = 1,
+                                .edge = Edge::kStart};
 
 // Base weights in one of the layouts.
 class BaseStore {
@@ -138,7 +139,8 @@ class Problem {
   void poison_ids();
 
   // Overwrites the stored LoRA factors in place, as an optimiser does.
-  void replace_factors(const reference::Adapter& gate, const reference::Adapter& up, const reference::Adapter& down);
+  void replace_factors(const reference::Adapter& gate, const reference::Adapter& up,
+                       const reference::Adapter& down);
 
  private:
   void round_values();
@@ -176,8 +178,8 @@ class Outputs {
   std::array<Tensor, reference::kTensors> tensors_;
 };
 
-// Random values of the usual size: x about 1, weights about 1 / sqrt(inputs), and a LoRA part as large as the base
-// part, so that losing either is seen. Scalings differ per projection; one routing weight is zero.
+// Random values of the usual size: x about 1, weights about 1 / sqrt(inputs), and a LoRA part as large as the
+// base part, so that losing either is seen. Scalings differ per projection; one routing weight is zero.
 Problem random_problem(const Case& c, const Storage& storage, DType weights, unsigned seed = 1);
 
 // The same layer with another batch of `tokens`.

@@ -1,5 +1,5 @@
-// Random layers and batches for the reference. The same numbers on every platform: only the engine is the standard
-// library's, not its distributions.
+// Random layers and batches for the reference. The same numbers on every platform: only the engine is the
+// standard library's, not its distributions.
 #pragma once
 
 #include <algorithm>
@@ -35,7 +35,8 @@ class Random {
   std::mt19937_64 engine_;
 };
 
-inline reference::Adapter random_adapter(Random& random, int experts, int rank, int in, int out, double scaling) {
+inline reference::Adapter random_adapter(Random& random, int experts, int rank, int in, int out,
+                                         double scaling) {
   const auto size = [](int a, int b, int c) { return static_cast<std::size_t>(a) * b * c; };
   reference::Adapter lora{rank, scaling, {}, {}};
   lora.a = random.values(size(experts, rank, in), 1 / std::sqrt(in));
@@ -66,8 +67,13 @@ inline reference::Layer random_layer(Random& random, const Case& c) {
 inline std::int64_t id_to_skip(Random& random, int experts, bool narrow) {
   const std::int64_t inside = random.below(experts);
   const std::int64_t wide[] = {(std::int64_t{1} << 32) + inside, (std::int64_t{-1} << 32) + inside,
-                               std::numeric_limits<std::int64_t>::max(), std::numeric_limits<std::int64_t>::min()};
-  const std::int64_t any[] = {-1, experts, -experts, experts + 1000, std::numeric_limits<std::int32_t>::max(),
+                               std::numeric_limits<std::int64_t>::max(),
+                               std::numeric_limits<std::int64_t>::min()};
+  const std::int64_t any[] = {-1,
+                              experts,
+                              -experts,
+                              experts + 1000,
+                              std::numeric_limits<std::int32_t>::max(),
                               std::numeric_limits<std::int32_t>::min()};
   if (!narrow && random.below(2) == 0) return wide[random.below(4)];
   return any[random.below(6)];
@@ -84,15 +90,27 @@ inline std::vector<std::int64_t> token_ids(Random& random, const Case& c, int to
     const std::int64_t distinct = experts[slot % experts.size()];
     std::int64_t& id = ids[slot];
     switch (c.routing) {
-      case RoutingPattern::kDistinct: id = distinct; break;
-      case RoutingPattern::kDuplicates: id = token == 0 ? c.experts - 1 : random.below(c.experts); break;
+      case RoutingPattern::kDistinct:
+        id = distinct;
+        break;
+      case RoutingPattern::kDuplicates:
+        id = token == 0 ? c.experts - 1 : random.below(c.experts);
+        break;
       case RoutingPattern::kSkipped:
         id = random.below(3) == 0 ? id_to_skip(random, c.experts, narrow) : distinct;
         break;
-      case RoutingPattern::kAllSkipped: id = id_to_skip(random, c.experts, narrow); break;
-      case RoutingPattern::kOneExpert: id = c.experts - 1; break;
-      case RoutingPattern::kIdleExperts: id = distinct / 2 * 2; break;
-      case RoutingPattern::kSkewed: id = slot == 0 ? 0 : distinct; break;
+      case RoutingPattern::kAllSkipped:
+        id = id_to_skip(random, c.experts, narrow);
+        break;
+      case RoutingPattern::kOneExpert:
+        id = c.experts - 1;
+        break;
+      case RoutingPattern::kIdleExperts:
+        id = distinct / 2 * 2;
+        break;
+      case RoutingPattern::kSkewed:
+        id = slot == 0 ? 0 : distinct;
+        break;
     }
   }
   return ids;

@@ -1,9 +1,11 @@
-// The oracle: forward and backward of one MoE layer with LoRA in float64, one route at a time, plain loops straight
-// from the formulas. Shares no code with the library: own bf16 rounding, own types, and the textbook order of the
-// backward (grad_w = <grad_y, d>, where the operator uses <grad_h', h>), so that an algebraic slip shows.
+// The oracle: forward and backward of one MoE layer with LoRA in float64, one route at a time, plain loops
+// straight from the formulas. Shares no code with the library: own bf16 rounding, own types, and the textbook
+// order of the backward (grad_w = <grad_y, d>, where the operator uses <grad_h', h>), so that an algebraic slip
+// shows.
 //
-// Every named intermediate passes through a hook. `Exact` returns it unchanged; tests use other hooks to learn how
-// much rounding at those places moves a result (compare.hpp), or whether a case is exact in bf16 (integers.hpp).
+// Every named intermediate passes through a hook. `Exact` returns it unchanged; tests use other hooks to learn
+// how much rounding at those places moves a result (compare.hpp), or whether a case is exact in bf16
+// (integers.hpp).
 #pragma once
 
 #include <algorithm>
@@ -61,8 +63,8 @@ inline constexpr std::array<const char*, kTensors> kTensorNames = {
     "y", "grad_x", "grad_w", "gate_a", "gate_b", "up_a", "up_b", "down_a", "down_b"};
 using Results = std::array<Vector, kTensors>;
 
-// Where a hook is called: on an input, on an intermediate (kRow: those rows that are only summed into tokens, d and the
-// rows of grad_x), on a result.
+// Where a hook is called: on an input, on an intermediate (kRow: those rows that are only summed into tokens, d
+// and the rows of grad_x), on a result.
 enum class Site { kX, kGradY, kFactor, kInterior, kRow, kY, kGradX, kGradW, kGradFactor };
 
 struct Exact {
@@ -103,7 +105,9 @@ inline void add_outer(double* m, double factor, const Vector& left, const Vector
   }
 }
 
-inline double sigmoid(double z) { return 1.0 / (1.0 + std::exp(-z)); }
+inline double sigmoid(double z) {
+  return 1.0 / (1.0 + std::exp(-z));
+}
 
 inline double glu_forward(const Glu& glu, double g, double u) {
   if (!glu.clamped) return g * sigmoid(g) * u;
@@ -142,7 +146,9 @@ struct Route {
   Vector x, u_gate, u_up, g, u, h, u_down, d;
 };
 
-inline bool is_skipped(const Layer& layer, std::int64_t id) { return id < 0 || id >= layer.experts; }
+inline bool is_skipped(const Layer& layer, std::int64_t id) {
+  return id < 0 || id >= layer.experts;
+}
 
 inline Vector row_of(const Vector& matrix, int row, int cols) {
   const auto begin = matrix.begin() + static_cast<std::ptrdiff_t>(row) * cols;
@@ -151,8 +157,8 @@ inline Vector row_of(const Vector& matrix, int row, int cols) {
 
 // out += scaling (v A^T) B^T; returns v A^T
 template <class Hook>
-Vector add_lora(const Adapter& lora, std::int64_t expert, int in, int out_features, const Vector& v, Vector& out,
-                Hook& hook) {
+Vector add_lora(const Adapter& lora, std::int64_t expert, int in, int out_features, const Vector& v,
+                Vector& out, Hook& hook) {
   Vector u = times(expert_matrix(lora.a, expert, lora.rank, in), lora.rank, in, v);  // [r]
   apply(hook, Site::kInterior, u);
   add_scaled(out, lora.scaling,
@@ -182,8 +188,8 @@ Route forward_route(const Layer& layer, const Vector& x, std::int64_t expert, Ho
   return r;
 }
 
-// Through one adapted linear layer, out = W v + scaling B (A v) with u = A v kept: adds to grad_a and grad_b, returns
-// the gradient of v.
+// Through one adapted linear layer, out = W v + scaling B (A v) with u = A v kept: adds to grad_a and grad_b,
+// returns the gradient of v.
 template <class Hook>
 Vector backward_linear(const Vector& weight, const Adapter& lora, std::int64_t expert, int in, int out_features,
                        const Vector& v, const Vector& u, const Vector& grad_out, Vector& grad_a, Vector& grad_b,
@@ -211,8 +217,8 @@ double backward_route(const Layer& layer, const Route& r, double weight, const V
   Vector grad_d = grad_y;  // [H]
   for (double& value : grad_d) value *= weight;
   apply(hook, Site::kInterior, grad_d);
-  Vector grad_h = backward_linear(layer.down, layer.lora_down, r.expert, i, h, r.h, r.u_down, grad_d, out[kDownA],
-                                  out[kDownB], hook);  // [I]
+  Vector grad_h = backward_linear(layer.down, layer.lora_down, r.expert, i, h, r.h, r.u_down, grad_d,
+                                  out[kDownA], out[kDownB], hook);  // [I]
   apply(hook, Site::kInterior, grad_h);
   Vector grad_g(static_cast<std::size_t>(i));
   Vector grad_u(static_cast<std::size_t>(i));
@@ -224,8 +230,8 @@ double backward_route(const Layer& layer, const Route& r, double weight, const V
   apply(hook, Site::kInterior, grad_g);
   apply(hook, Site::kInterior, grad_u);
   Vector& grad_up_a = layer.shared_a ? out[kGateA] : out[kUpA];
-  Vector of_gate = backward_linear(layer.gate, layer.lora_gate, r.expert, h, i, r.x, r.u_gate, grad_g, out[kGateA],
-                                   out[kGateB], hook);
+  Vector of_gate = backward_linear(layer.gate, layer.lora_gate, r.expert, h, i, r.x, r.u_gate, grad_g,
+                                   out[kGateA], out[kGateB], hook);
   add_scaled(of_gate, 1.0,
              backward_linear(layer.up, layer.lora_up, r.expert, h, i, r.x, r.u_up, grad_u, grad_up_a, out[kUpB],
                              hook));

@@ -1,5 +1,5 @@
-// Checks that a call is refused as the contract says: with this exception, whose message names the argument and holds
-// what was expected and what came.
+// Checks that a call is refused as the contract says: with this exception, whose message names the argument and
+// holds what was expected and what came.
 #pragma once
 
 #include <gtest/gtest.h>

@@ -32,7 +32,8 @@ struct Strides {
 };
 
 inline double rounded(DType dtype, double value) {
-  return dtype == DType::kBf16 ? reference::round_to_bf16(value) : static_cast<double>(static_cast<float>(value));
+  return dtype == DType::kBf16 ? reference::round_to_bf16(value)
+                               : static_cast<double>(static_cast<float>(value));
 }
 
 class Tensor {
@@ -55,7 +56,8 @@ class Tensor {
   // Made by the default constructor: no tensor at all, unlike one without elements.
   bool memory_empty() const { return memory_.data() == nullptr; }
 
-  // Every byte 0xff, a NaN in both types: a result that nobody wrote, or a gap between rows that somebody read, shows.
+  // Every byte 0xff, a NaN in both types: a result that nobody wrote, or a gap between rows that somebody read,
+  // shows.
   void poison() {
     if (memory_.bytes() > 0) std::memset(memory_.data(), 0xff, memory_.bytes());
   }
@@ -97,7 +99,8 @@ class Tensor {
   // Whether the elements between the rows still hold the poison.
   bool gaps_are_poison() const {
     std::vector<bool> used(static_cast<std::size_t>(span()), false);
-    for_each([&](index_t i0, index_t i1, index_t i2) { used[static_cast<std::size_t>(offset(i0, i1, i2))] = true; });
+    for_each(
+        [&](index_t i0, index_t i1, index_t i2) { used[static_cast<std::size_t>(offset(i0, i1, i2))] = true; });
     const std::uint32_t poison = dtype_ == DType::kBf16 ? 0xffffU : 0xffffffffU;
     for (index_t n = 0; n < span(); ++n) {
       if (!used[static_cast<std::size_t>(n)] && raw(n) != poison) return false;
@@ -112,7 +115,9 @@ class Tensor {
 
   // Views for the library. An empty Tensor gives an empty view.
   amx_sft_moe::AnyMatrix matrix_view() const { return matrix_view_as<amx_sft_moe::AnyMatrix>(); }
-  amx_sft_moe::AnyConstMatrix const_matrix_view() const { return matrix_view_as<amx_sft_moe::AnyConstMatrix>(); }
+  amx_sft_moe::AnyConstMatrix const_matrix_view() const {
+    return matrix_view_as<amx_sft_moe::AnyConstMatrix>();
+  }
   amx_sft_moe::AnyExpertTensor expert_view() const { return expert_view_as<amx_sft_moe::AnyExpertTensor>(); }
   amx_sft_moe::AnyConstExpertTensor const_expert_view() const {
     return expert_view_as<amx_sft_moe::AnyConstExpertTensor>();

@@ -48,8 +48,8 @@ def read_examples(path: Path) -> list[Example]:
         raise FinetuneError(f"cannot read the data file {path}: {error.strerror}") from error
     examples: list[Example] = []
     complaints: list[str] = []
-    # Split at \n alone: str.splitlines would also split at characters that JSON strings may hold.
-    for number, raw in enumerate(content.removeprefix(b"\xef\xbb\xbf").split(b"\n"), start=1):
+    # Of bytes: str.splitlines would also split at characters that JSON strings may hold.
+    for number, raw in enumerate(content.removeprefix(b"\xef\xbb\xbf").splitlines(), start=1):
         try:
             line = raw.decode("utf-8")
             if line.strip():

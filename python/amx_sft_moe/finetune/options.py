@@ -41,7 +41,7 @@ class Options:
     base_steps: int = 450
     batch_size: int = 4  # sequences
     sequence_length: int = 256  # tokens
-    learning_rate: float = 2e-3  # of the LoRA stage
+    learning_rate: float = 4e-3  # of the LoRA stage
     base_learning_rate: float = 1e-3
     held_out: float = 0.04  # share of the text, and of the examples
     evaluation_rows: int = 64  # most sequences that a held-out loss is taken over

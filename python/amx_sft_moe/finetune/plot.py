@@ -11,6 +11,7 @@ matplotlib.use("Agg")  # files only; no display is asked for
 
 import matplotlib.pyplot as plt
 from matplotlib.axes import Axes
+from matplotlib.patheffects import withStroke
 
 from .options import OURS
 from .results import Results
@@ -18,7 +19,8 @@ from .training import Curve
 
 INK = "#1f2933"
 QUIET = "#9aa5b1"
-TRAINING = "#8fb8de"
+BATCH = "#d3e2f0"
+TRAINING = "#2a6f97"
 HELD_OUT = "#c2410c"
 FORWARD = "#2a6f97"
 BACKWARD = "#61a5c2"
@@ -41,20 +43,30 @@ STYLE = {
 }
 
 
+def _running_mean(values: list[float], width: int) -> list[float]:
+    """Mean of the last `width` values, of fewer at the beginning."""
+    return [sum(values[max(end - width, 0) : end]) / min(end, width) for end in range(1, len(values) + 1)]
+
+
 def _losses(axes: Axes, curve: Curve, title: str) -> None:
-    axes.plot(range(len(curve.losses)), curve.losses, color=TRAINING, linewidth=1.2, label="training batch")
+    """Single batches are noise around a line; the line and the held-out losses are what one looks for."""
     steps, losses = zip(*curve.held_out, strict=True)
+    axes.plot(range(len(curve.losses)), curve.losses, color=BATCH, linewidth=0.8)
+    mean = _running_mean(curve.losses, max(len(curve.losses) // 15, 1))
+    axes.plot(range(len(mean)), mean, color=TRAINING, linewidth=1.6, label="training")
     axes.plot(steps, losses, color=HELD_OUT, linewidth=1.6, marker="o", markersize=4, label="held out")
-    # First and last value stand beside their points: they are what one looks for.
-    axes.annotate(f"{losses[0]:.2f}", (steps[0], losses[0]), (8, 2), textcoords="offset points", color=HELD_OUT)
-    axes.annotate(
-        f"{losses[-1]:.2f}",
-        (steps[-1], losses[-1]),
-        (0, 9),
-        textcoords="offset points",
-        color=HELD_OUT,
-        ha="right",
-    )
+    around = [withStroke(linewidth=3, foreground="white")]
+    for index, offset, side in ((0, (8, 3), "left"), (-1, (2, 9), "right")):
+        axes.annotate(
+            f"{losses[index]:.2f}",
+            (steps[index], losses[index]),
+            offset,
+            textcoords="offset points",
+            color=HELD_OUT,
+            ha=side,
+            weight="bold",
+            path_effects=around,
+        )
     axes.set_title(title)
     axes.set_xlabel("step")
     axes.set_ylabel("loss, nats per token")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -13,6 +14,8 @@ from transformers import PrinterCallback, Trainer, TrainerCallback, TrainingArgu
 
 from .held_out import held_out_loss
 from .packing import TokenBlocks
+
+EVALUATIONS = 6  # held-out losses of a training, the first not counted
 
 
 @dataclass
@@ -82,8 +85,8 @@ def train(
 ) -> Curve:
     """Trains what requires a gradient for `steps` steps of `batch_size` rows, AdamW with a cosine schedule.
 
-    `blocks` [N, L] are shuffled by `seed` in each pass. The held-out loss is taken before, at about five
-    points on the way, and after. `scratch` is the Trainer's own folder; nothing is left in it.
+    `blocks` [N, L] are shuffled by `seed` in each pass. The held-out loss is taken before, at most
+    EVALUATIONS - 1 times on the way, and after. `scratch` is the Trainer's own folder; nothing is left in it.
     """
     curve = Curve(tokens_per_step=blocks.tokens / len(blocks) * batch_size)
 
@@ -91,7 +94,7 @@ def train(
         return held_out_loss(model, held_out.tensors(), batch_size)
 
     curve.held_out.append((0, evaluate()))
-    progress = _Progress(title, curve, evaluate, max(steps // 6, 1))
+    progress = _Progress(title, curve, evaluate, math.ceil(steps / EVALUATIONS))
     arguments = TrainingArguments(
         output_dir=str(scratch),
         max_steps=steps,
