@@ -2,9 +2,12 @@
 // their memory when they are popped, so that a steady-state step allocates nothing.
 #pragma once
 
+#include <limits>
 #include <vector>
 
 #include "amx_sft_moe/core/aligned_buffer.hpp"
+#include "amx_sft_moe/gemm/operand.hpp"
+#include "amx_sft_moe/lora/adapter.hpp"
 #include "amx_sft_moe/moe/saved_activations.hpp"
 #include "amx_sft_moe/operator/config.hpp"
 
