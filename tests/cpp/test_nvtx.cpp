@@ -105,7 +105,7 @@ TEST_F(NvtxTest, PhasesLieInGroups) {
 TEST_F(NvtxTest, BalancedWhenATaskThrows) {
   amx_sft_moe::StepRecord record;
   auto step = [&record] {
-    amx_sft_moe::StepTimer timer(record, 1);
+    amx_sft_moe::StepTimer timer(record, 1, 1, amx_sft_moe::now_ns(), amx_sft_moe::Phase::kRoute);
     timer.start_region(amx_sft_moe::PhaseGroup::kBackwardDown, 2);
     amx_sft_moe::parallel::run_tasks(2, 8, [&timer](int thread) {
       return [thread_timer = amx_sft_moe::ThreadTimer(timer, thread)](amx_sft_moe::index_t task) mutable {

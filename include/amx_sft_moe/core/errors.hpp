@@ -36,17 +36,33 @@ std::string concat(const Parts&... parts) {
   return text.str();
 }
 
+// The name of an argument or of a part of it ("x", ".rows"), put together only where it is printed: checks run
+// in every step and allocate nothing.
+struct ArgumentName {
+  std::string_view whole;
+  std::string_view part;
+
+  ArgumentName(std::string_view name, std::string_view of_it = {})  // NOLINT(google-explicit-constructor)
+      : whole(name), part(of_it) {}
+  ArgumentName(const char* name) : whole(name) {}         // NOLINT(google-explicit-constructor)
+  ArgumentName(const std::string& name) : whole(name) {}  // NOLINT(google-explicit-constructor)
+
+  friend std::ostream& operator<<(std::ostream& out, const ArgumentName& name) {
+    return out << name.whole << name.part;
+  }
+};
+
 template <class Wanted, class Got>
-void require_equal(std::string_view argument, const Wanted& wanted, const Got& got) {
+void require_equal(const ArgumentName& argument, const Wanted& wanted, const Got& got) {
   if (wanted != got) throw ArgumentError(concat(argument, ": expected ", wanted, ", got ", got));
 }
 
 template <class Low, class Got>
-void require_at_least(std::string_view argument, const Low& low, const Got& got) {
+void require_at_least(const ArgumentName& argument, const Low& low, const Got& got) {
   if (got < low) throw ArgumentError(concat(argument, ": expected at least ", low, ", got ", got));
 }
 
-inline void require_pointer(std::string_view argument, const void* pointer) {
+inline void require_pointer(const ArgumentName& argument, const void* pointer) {
   if (pointer == nullptr) throw ArgumentError(concat(argument, ": expected a non-null pointer, got null"));
 }
 

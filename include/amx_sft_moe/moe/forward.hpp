@@ -37,6 +37,7 @@ void forward_gather(Step<Kernel>& step, const AnyConstMatrix& x) {
                                                packed.panel_stride);
       });
     });
+    if (step.lora.gate.rank() + step.lora.up.rank() == 0) return;
     worker.time(Phase::kLoraAForward, [&] {
       auto project = [&](const LoraAdapter& adapter, E* buffer,
                          const MatrixView<typename Kernel::Stored>& saved) {

@@ -147,13 +147,16 @@ class AMX_SFT_MOE {
     validate::matrix("y", y, routing.tokens, config_.hidden_size, true);
   }
 
+  // Sorts the routes, into the workspace only: a call can still be refused afterwards.
+  void route(const Routing& routing) {
+    workspace_->routing.build(routing.expert_ids, routing.weights, routing.tokens, config_.top_k,
+                              config_.num_experts);
+  }
+
   moe::Step<Kernel> begin_step(const Routing& routing, const SavedActivations<Stored>& saved,
                                StepTimer& timer) {
     const int threads = config_.num_threads > 0 ? config_.num_threads : parallel::default_num_threads();
     workspace_->reserve_threads(threads);
-    workspace_->routing.build(routing.expert_ids, routing.weights, routing.tokens, config_.top_k,
-                              config_.num_experts);
-    timer.set_routed_rows(workspace_->routing.routed_rows());
     return {config_.hidden_size,
             config_.intermediate_size,
             config_.top_k,
@@ -170,10 +173,13 @@ class AMX_SFT_MOE {
 
   void run_forward(const Routing& routing, const AnyConstMatrix& x, const AnyMatrix& y,
                    const SavedActivations<Stored>& saved, bool check_saved = false) {
+    const std::int64_t begin_ns = now_ns();
+    route(routing);
+    const index_t rows = workspace_->routing.routed_rows();
+    if (check_saved) validate::saved_activations(saved, rows, config_, lora_);
     {
-      StepTimer timer(forward_record_, routing.tokens);
+      StepTimer timer(forward_record_, routing.tokens, rows, begin_ns, Phase::kRoute);
       auto step = begin_step(routing, saved, timer);
-      if (check_saved) validate::saved_activations(saved, workspace_->routing.routed_rows(), config_, lora_);
       moe::forward_gather(step, x);
       moe::forward_gate_up(step);
       moe::forward_down(step);
@@ -186,10 +192,13 @@ class AMX_SFT_MOE {
                     const AnyConstMatrix& grad_y, const Gradients& grads) {
     validate::matrix("grad_y", grad_y, routing.tokens, config_.hidden_size, true);
     validate::gradients(grads, routing.tokens, config_, lora_);
+    const std::int64_t begin_ns = now_ns();
+    route(routing);
+    const index_t rows_routed = workspace_->routing.routed_rows();
+    validate::saved_activations(saved, rows_routed, config_, lora_);
     {
-      StepTimer timer(backward_record_, routing.tokens);
+      StepTimer timer(backward_record_, routing.tokens, rows_routed, begin_ns, Phase::kD1Scatter);
       auto step = begin_step(routing, saved, timer);
-      validate::saved_activations(saved, workspace_->routing.routed_rows(), config_, lora_);
       const moe::BackwardRows<Kernel> rows(step);
       moe::backward_scatter(step, rows, grad_y);
       moe::backward_down(step, rows, grads);

@@ -72,8 +72,8 @@ class TypedSftMoe final : public AnySftMoe {
   }
   static MatrixView<Stored> typed(std::string_view name, const AnyMatrix& m) {
     if (m.empty()) return {nullptr, m.rows(), m.cols(), m.row_stride()};
-    require_equal(concat(name, ".dtype"), name_of(kDTypeOf<Stored>), name_of(m.dtype()));
-    require_equal(concat(name, ".col_stride"), index_t{1}, m.col_stride());
+    require_equal({name, ".dtype"}, name_of(kDTypeOf<Stored>), name_of(m.dtype()));
+    require_equal({name, ".col_stride"}, index_t{1}, m.col_stride());
     MatrixView<Stored> view{nullptr, m.rows(), m.cols(), m.row_stride()};
     m.visit([&view](auto* data) {
       if constexpr (std::is_same_v<decltype(data), Stored*>) view.data = data;

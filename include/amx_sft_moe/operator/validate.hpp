@@ -33,11 +33,13 @@ inline void config(const Config& config) {
 template <class T>
 void expert_matrices(std::string_view name, const ExpertMatrices<const T>& matrices, index_t experts,
                      index_t rows, index_t cols) {
-  require_equal(concat(name, ".rows"), rows, matrices.rows);
-  require_equal(concat(name, ".cols"), cols, matrices.cols);
-  require_at_least(concat(name, ".row_stride"), cols, matrices.row_stride);
+  require_equal({name, ".rows"}, rows, matrices.rows);
+  require_equal({name, ".cols"}, cols, matrices.cols);
+  require_at_least({name, ".row_stride"}, cols, matrices.row_stride);
   if (matrices.pointers == nullptr) return require_pointer(name, matrices.base);
-  for (index_t e = 0; e < experts; ++e) require_pointer(concat(name, "[", e, "]"), matrices.pointers[e]);
+  for (index_t e = 0; e < experts; ++e) {
+    if (matrices.pointers[e] == nullptr) require_pointer(concat(name, "[", e, "]"), nullptr);
+  }
 }
 
 template <class T>
@@ -52,18 +54,17 @@ void base_weights(const BaseWeights<T>& weights, const Config& config) {
 template <bool Const>
 void expert_tensor(std::string_view name, const BasicAnyExpertTensor<Const>& tensor, index_t experts,
                    index_t rows, index_t cols) {
-  require_equal(concat(name, ".experts"), experts, tensor.experts());
-  require_equal(concat(name, ".rows"), rows, tensor.rows());
-  require_equal(concat(name, ".cols"), cols, tensor.cols());
+  require_equal({name, ".experts"}, experts, tensor.experts());
+  require_equal({name, ".rows"}, rows, tensor.rows());
+  require_equal({name, ".cols"}, cols, tensor.cols());
 }
 
 inline void adapter(std::string_view name, const LoraAdapter& adapter, index_t experts, index_t in,
                     index_t out) {
   if (adapter.rank() == 0) {
-    if (adapter.a.empty() && !adapter.b.empty() && adapter.b.cols() != 0) {
-      throw ArgumentError(concat(name, ".a: expected a factor beside ", name, ".b, got null"));
-    }
-    return;
+    if (adapter.b.empty() || adapter.b.cols() == 0) return;
+    if (!adapter.a.empty()) require_equal({name, ".b.cols"}, index_t{0}, adapter.b.cols());
+    throw ArgumentError(concat(name, ".a: expected a factor beside ", name, ".b, got null"));
   }
   if (adapter.b.empty())
     throw ArgumentError(concat(name, ".b: expected a factor beside ", name, ".a, got null"));
@@ -84,15 +85,15 @@ inline void lora_weights(const LoraWeights& lora, const Config& config) {
 template <bool Const>
 void matrix(std::string_view name, const BasicAnyMatrix<Const>& m, index_t rows, index_t cols,
             bool adjacent_columns) {
-  require_equal(concat(name, ".rows"), rows, m.rows());
-  require_equal(concat(name, ".cols"), cols, m.cols());
+  require_equal({name, ".rows"}, rows, m.rows());
+  require_equal({name, ".cols"}, cols, m.cols());
   if (rows == 0) return;
   require_pointer(name, m.empty() ? nullptr : &m);
-  if (adjacent_columns) require_equal(concat(name, ".col_stride"), index_t{1}, m.col_stride());
+  if (adjacent_columns) require_equal({name, ".col_stride"}, index_t{1}, m.col_stride());
   if (Const) {
-    require_at_least(concat(name, ".row_stride"), 0, m.row_stride());
+    require_at_least({name, ".row_stride"}, 0, m.row_stride());
   } else if (rows > 1 && adjacent_columns) {
-    require_at_least(concat(name, ".row_stride"), cols, m.row_stride());
+    require_at_least({name, ".row_stride"}, cols, m.row_stride());
   }
 }
 
@@ -116,11 +117,12 @@ inline void routing(const Routing& routing, const Config& config) {
 
 template <class T>
 void saved_matrix(std::string_view name, const MatrixView<T>& m, index_t rows, index_t cols) {
-  if (rows == 0 || cols == 0) return;
+  if (rows == 0) return;
+  require_equal({name, ".cols"}, cols, m.cols);
+  if (cols == 0) return;
   require_pointer(name, m.data);
-  require_at_least(concat(name, ".rows"), rows, m.rows);
-  require_equal(concat(name, ".cols"), cols, m.cols);
-  require_at_least(concat(name, ".row_stride"), cols, m.row_stride);
+  require_at_least({name, ".rows"}, rows, m.rows);
+  require_at_least({name, ".row_stride"}, cols, m.row_stride);
 }
 
 template <class T>

@@ -29,10 +29,23 @@ inline std::int64_t now_ns() {
 // own.
 class StepTimer {
  public:
-  StepTimer(StepRecord& record, index_t tokens) : record_(record) {
+  // Starts the record over. The routing's work was done since begin_ns, before the step was accepted; it
+  // belongs to `phase`.
+  StepTimer(StepRecord& record, index_t tokens, index_t routed_rows, std::int64_t begin_ns, Phase phase)
+      : record_(record) {
     record_.restart();
     record_.tokens = tokens;
-    record_.begin_ns = now_ns();
+    record_.routed_rows = routed_rows;
+    record_.begin_ns = begin_ns;
+    RegionRecord& serial = record_.add_region(info_of(phase).group, 1);
+    const std::int64_t now = now_ns();
+    serial.parallel = false;
+    serial.begin_ns = begin_ns;
+    serial.end_ns = now;
+    serial.threads[0].begin_ns = begin_ns;
+    serial.threads[0].end_ns = now;
+    serial.threads[0].busy_ns[static_cast<std::size_t>(phase)] = now - begin_ns;
+    serial.threads[0].tasks[static_cast<std::size_t>(phase)] = 1;
   }
   StepTimer(const StepTimer&) = delete;
   StepTimer& operator=(const StepTimer&) = delete;
@@ -41,7 +54,6 @@ class StepTimer {
     record_.end_ns = now_ns();
   }
 
-  void set_routed_rows(index_t rows) { record_.routed_rows = rows; }
   void start_region(PhaseGroup group, int threads) {
     end_region();
     range_.open(group);
@@ -100,8 +112,7 @@ class ThreadTimer {
 
 class StepTimer {
  public:
-  StepTimer(StepRecord& record, index_t) { record.restart(); }
-  void set_routed_rows(index_t) {}
+  StepTimer(StepRecord& record, index_t, index_t, std::int64_t, Phase) { record.restart(); }
   void start_region(PhaseGroup, int) {}
   void end_region() {}
 };

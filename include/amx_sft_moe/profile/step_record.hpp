@@ -25,6 +25,7 @@ struct ThreadRecord {
 // end_ns.
 struct RegionRecord {
   PhaseGroup group = PhaseGroup::kForwardGather;
+  bool parallel = true;  // false: work of the calling thread alone, without a synchronisation point
   std::int64_t begin_ns = 0;
   std::int64_t end_ns = 0;
   std::vector<ThreadRecord> threads;
@@ -38,7 +39,10 @@ class StepRecord {
   index_t routed_rows = 0;  // S
 
   std::span<const RegionRecord> regions() const { return {regions_.data(), used_}; }
-  std::size_t sync_points() const { return used_; }
+  std::size_t sync_points() const {
+    return static_cast<std::size_t>(
+        std::count_if(regions().begin(), regions().end(), [](const RegionRecord& r) { return r.parallel; }));
+  }
   bool empty() const { return begin_ns == 0; }
   double total_ms() const { return static_cast<double>(end_ns - begin_ns) * 1e-6; }
 
@@ -79,6 +83,7 @@ class StepRecord {
     if (used_ == regions_.size()) regions_.emplace_back();
     RegionRecord& region = regions_[used_++];
     region.group = group;
+    region.parallel = true;
     region.threads.assign(std::max(threads, region.threads.size()), ThreadRecord{});
     return region;
   }
