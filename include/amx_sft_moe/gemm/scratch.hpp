@@ -18,6 +18,7 @@ class Buffer {
     return reinterpret_cast<T*>(bytes_.data());
   }
   index_t bytes() const { return bytes_.bytes(); }
+  void grow_to(index_t bytes) { bytes_.reserve(bytes); }
 
  private:
   AlignedBuffer<std::byte> bytes_;
@@ -29,6 +30,15 @@ struct Scratch {
   Buffer b_panels;
   Buffer c_blocks;  // fp32
   Buffer rows;      // a caller's own rows on their way to a GEMM
+
+  // At least as large as `other`, buffer by buffer.
+  void grow_to(const Scratch& other) {
+    a_rows.grow_to(other.a_rows.bytes());
+    a_transposed.grow_to(other.a_transposed.bytes());
+    b_panels.grow_to(other.b_panels.bytes());
+    c_blocks.grow_to(other.c_blocks.bytes());
+    rows.grow_to(other.rows.bytes());
+  }
 
   index_t bytes() const {
     return a_rows.bytes() + a_transposed.bytes() + b_panels.bytes() + c_blocks.bytes() + rows.bytes();

@@ -184,6 +184,7 @@ class AMX_SFT_MOE {
       moe::forward_gate_up(step);
       moe::forward_down(step);
       moe::forward_sum_tokens(step, y);
+      workspace_->level_threads();
     }
     timer_output_.write(forward_record_, {StepKind::kForward, config_.name, Kernel::kName});
   }
@@ -205,6 +206,7 @@ class AMX_SFT_MOE {
       moe::backward_activation(step, rows);
       moe::backward_gate_up(step, rows, x, grads);
       moe::backward_sum_tokens(step, rows, grads);
+      workspace_->level_threads();
     }
     timer_output_.write(backward_record_, {StepKind::kBackward, config_.name, Kernel::kName});
   }
