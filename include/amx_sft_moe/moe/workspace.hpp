@@ -54,8 +54,8 @@ struct Workspace {
   void reserve_threads(int threads) {
     if (scratch.size() < static_cast<std::size_t>(threads)) scratch.resize(static_cast<std::size_t>(threads));
   }
-  // Which thread met the largest tasks is chance: after a step every thread has room for what any of them needed, so
-  // that the next step of this kind allocates nothing.
+  // Which thread met the largest tasks is chance: after a step every thread has room for what any of them
+  // needed, so that the next step of this kind allocates nothing.
   void level_threads() {
     if (scratch.empty()) return;
     for (const gemm::Scratch& thread : scratch) scratch.front().grow_to(thread);
