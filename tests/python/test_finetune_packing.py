@@ -1,4 +1,4 @@
-"""From text to token blocks: labels only on answers, examples in one row apart, nothing lost."""
+"""From text to token blocks, labels only on answers, examples in one row apart; and to the same weights."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from amx_sft_moe.finetune.model import make_model
 from amx_sft_moe.finetune.options import ModelShape
 from amx_sft_moe.finetune.packing import Encoded, chunk, encode_examples, pack
 from amx_sft_moe.finetune.tokenizer import train_tokenizer
+from amx_sft_moe.finetune.training import train
 
 TEXTS = [f"The {word} of the experts is routed to token {n}." for n in range(40) for word in ("sum", "gate")]
 
@@ -137,3 +138,39 @@ def test_examples_in_one_row_do_not_see_each_other(tokenizer):
     expected = sum(held_out_loss(model, one.tensors(), 1) * one.predicted for one in alone) / packed.predicted
     assert held_out_loss(model, packed.tensors(), 2) == pytest.approx(expected, rel=1e-5)
     assert model.training  # left as it was
+
+
+def test_training_gives_the_same_weights_each_time(tokenizer, tmp_path):
+    shape = ModelShape(vocabulary=len(tokenizer), layers=2, hidden=64, intermediate=64, experts=8, top_k=4)
+    blocks = chunk(tokenizer, [Document("a", " ".join(TEXTS * 8))], 64)
+    assert len(blocks) >= 32
+
+    def weights():
+        model = make_model(shape, tokenizer, 64, seed=0)
+        deterministic = set()
+        model.register_forward_pre_hook(
+            lambda module, _: (
+                deterministic.add(torch.are_deterministic_algorithms_enabled()) if module.training else None
+            )
+        )
+        curve = train(
+            model,
+            blocks,
+            blocks.first(4),
+            title="base",
+            steps=4,
+            batch_size=32,
+            learning_rate=1e-2,
+            seed=0,
+            scratch=tmp_path,
+        )
+        assert [steps for steps, _ in curve.held_out] == [0, 1, 2, 3, 4]
+        assert curve.held_out[-1][1] < curve.held_out[0][1]
+        # Without this torch may add up the gradient of a gather in any order, which shows once in a few runs.
+        assert deterministic == {True}
+        return list(model.parameters())
+
+    for a, b in zip(weights(), weights(), strict=True):
+        assert torch.equal(a, b)
+    assert list(tmp_path.iterdir()) == []
+    assert not torch.are_deterministic_algorithms_enabled()

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
+import torch.utils.deterministic
 from tqdm import tqdm
 from transformers import PrinterCallback, Trainer, TrainerCallback, TrainingArguments, default_data_collator
 
@@ -71,6 +73,21 @@ class _Progress(TrainerCallback):
             self.bar.close()
 
 
+@contextmanager
+def _reproducible() -> Iterator[None]:
+    """Torch's deterministic algorithms: else grouped_mm's gather adds up gradients in an order of chance."""
+    enabled = torch.are_deterministic_algorithms_enabled()
+    warn_only = torch.is_deterministic_algorithms_warn_only_enabled()
+    fill = torch.utils.deterministic.fill_uninitialized_memory
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    torch.utils.deterministic.fill_uninitialized_memory = False  # a search for bugs, paid for in every step
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(enabled, warn_only=warn_only)
+        torch.utils.deterministic.fill_uninitialized_memory = fill
+
+
 def train(
     model: torch.nn.Module,
     blocks: TokenBlocks,
@@ -86,7 +103,8 @@ def train(
     """Trains what requires a gradient for `steps` steps of `batch_size` rows, AdamW with a cosine schedule.
 
     `blocks` [N, L] are shuffled by `seed` in each pass. The held-out loss is taken before, at most
-    EVALUATIONS - 1 times on the way, and after. `scratch` is the Trainer's own folder; nothing is left in it.
+    EVALUATIONS - 1 times on the way, and after. The same arguments give the same weights, bit for
+    bit. `scratch` is the Trainer's own folder; nothing is left in it.
     """
     curve = Curve(tokens_per_step=blocks.tokens / len(blocks) * batch_size)
 
@@ -126,7 +144,8 @@ def train(
     )
     trainer.remove_callback(PrinterCallback)
     try:
-        trainer.train()
+        with _reproducible():
+            trainer.train()
     finally:
         progress.close()
     curve.held_out.append((steps, evaluate()))
