@@ -1,9 +1,8 @@
 // The three GEMM forms of the operator, each a task's work on one thread:
 //
-//   gemm_nt   C^T [N, M] = B A^T     forward: weights are the microkernel's A, read where they lie; x comes
-//   packed gemm_nn   C [M, N] = A B         data gradient: rows of B are interleaved into panels on their way
-//   gemm_tn   C [M, N] = A^T B       weight gradient: contraction over tokens; A^T is the small, transposed
-//   factor
+//   gemm_nt   C^T [N, M] = B A^T     forward: weights are the microkernel's A, read where they lie; x comes packed
+//   gemm_nn   C [M, N] = A B         data gradient: rows of B are interleaved into panels on their way
+//   gemm_tn   C [M, N] = A^T B       weight gradient: contraction over tokens; A^T is the small, transposed factor
 //
 // Sums of products (LoRA beside base, gate beside up) are several terms of one call and round once.
 #pragma once

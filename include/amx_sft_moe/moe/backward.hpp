@@ -2,10 +2,10 @@
 // in all).
 //
 //   scatter       p = grad_y of each row's token;  v_d = s p Bd
-//   down          grad_h = p Wd + v_d Ad                          beside  grad_Ad = (w v_d)^T h, grad_Bd = (w
-//   p)^T u_d activation    grad_g, grad_u = act'(g, u) w grad_h;  <grad_h, h>;  v_g = s grad_g Bg, v_u = s
-//   grad_u Bu gate_up       grad_x rows = grad_g Wg + grad_u Wu + v_g Ag + v_u Au
-//                 beside  grad_A = v^T x, grad_B = grad^T u for gate and up
+//   down          grad_h = p Wd + v_d Ad,        beside  grad_Ad = (w v_d)^T h, grad_Bd = (w p)^T u_d
+//   activation    grad_g, grad_u = act'(g, u) w grad_h;  <grad_h, h>;  v_g = s grad_g Bg, v_u = s grad_u Bu
+//   gate_up       grad_x rows = grad_g Wg + grad_u Wu + v_g Ag + v_u Au,
+//                                                beside  grad_A = v^T x, grad_B = grad^T u for gate and up
 //   sum_tokens    grad_x and the gradient of the routing weights
 //
 // s is in the saved u and in v, so no product is scaled again. Tasks of a region do not depend on one another.

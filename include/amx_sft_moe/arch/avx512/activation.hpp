@@ -75,6 +75,59 @@ AMX_SFT_MOE_INLINE AMX_SFT_MOE_TARGET_AVX512 GluGradient16 glu_gradient16(const 
           _mm512_maskz_mov_ps(up_passes, swish)};
 }
 
+// Phi(gate) and exp(-gate^2 / 2), see kNormalTail.
+struct Normal16 {
+  __m512 cdf, bell;
+};
+AMX_SFT_MOE_INLINE AMX_SFT_MOE_TARGET_AVX512 Normal16 normal16(__m512 x) {
+  const __m512 one = _mm512_set1_ps(1.0F);
+  const __m512 size = _mm512_abs_ps(x);
+  const __m512 t = _mm512_div_ps(one, _mm512_fmadd_ps(size, _mm512_set1_ps(kNormalTailScale), one));
+  __m512 p = _mm512_set1_ps(kNormalTail[0]);
+  for (int i = 1; i < 9; ++i) p = _mm512_fmadd_ps(p, t, _mm512_set1_ps(kNormalTail[i]));
+  const __m512 bell = exp16(_mm512_mul_ps(_mm512_mul_ps(x, x), _mm512_set1_ps(-0.5F)));
+  const __m512 tail = _mm512_mul_ps(_mm512_mul_ps(_mm512_set1_ps(0.5F), bell), _mm512_mul_ps(t, p));
+  const __mmask16 positive = _mm512_cmp_ps_mask(x, _mm512_setzero_ps(), _CMP_GT_OQ);
+  return {_mm512_mask_sub_ps(tail, positive, one, tail), bell};
+}
+
+AMX_SFT_MOE_INLINE AMX_SFT_MOE_TARGET_AVX512 __m512 glu16(const GeluGlu&, __m512 gate, __m512 up) {
+  return _mm512_mul_ps(_mm512_mul_ps(gate, normal16(gate).cdf), up);
+}
+AMX_SFT_MOE_INLINE AMX_SFT_MOE_TARGET_AVX512 GluGradient16 glu_gradient16(const GeluGlu&, __m512 gate,
+                                                                          __m512 up) {
+  const Normal16 normal = normal16(gate);
+  const __m512 gelu = _mm512_mul_ps(gate, normal.cdf);
+  const __m512 density = _mm512_mul_ps(normal.bell, _mm512_set1_ps(kInvSqrt2Pi));
+  return {_mm512_mul_ps(gelu, up), _mm512_mul_ps(up, _mm512_fmadd_ps(gate, density, normal.cdf)), gelu};
+}
+
+// sigmoid(slope (x + cubic x^3)), and the derivative of that argument.
+struct GeluTanh16 {
+  __m512 s, slope;
+};
+AMX_SFT_MOE_INLINE AMX_SFT_MOE_TARGET_AVX512 GeluTanh16 gelu_tanh16(__m512 x) {
+  const __m512 one = _mm512_set1_ps(1.0F);
+  const __m512 scale = _mm512_set1_ps(kGeluTanhSlope);
+  const __m512 cubic = _mm512_mul_ps(_mm512_mul_ps(x, x), _mm512_set1_ps(kGeluTanhCubic));
+  const __m512 s = sigmoid16(_mm512_mul_ps(_mm512_mul_ps(scale, x), _mm512_add_ps(one, cubic)));
+  return {s, _mm512_mul_ps(scale, _mm512_fmadd_ps(_mm512_set1_ps(3.0F), cubic, one))};
+}
+
+AMX_SFT_MOE_INLINE AMX_SFT_MOE_TARGET_AVX512 __m512 glu16(const GeluTanhGlu&, __m512 gate, __m512 up) {
+  return _mm512_mul_ps(_mm512_mul_ps(gate, gelu_tanh16(gate).s), up);
+}
+AMX_SFT_MOE_INLINE AMX_SFT_MOE_TARGET_AVX512 GluGradient16 glu_gradient16(const GeluTanhGlu&, __m512 gate,
+                                                                          __m512 up) {
+  const GeluTanh16 tanh = gelu_tanh16(gate);
+  const __m512 gelu = _mm512_mul_ps(gate, tanh.s);
+  // Far out the slope overflows where s (1 - s) is zero: those lanes are left at zero.
+  const __m512 flat = _mm512_mul_ps(gelu, _mm512_sub_ps(_mm512_set1_ps(1.0F), tanh.s));
+  const __mmask16 bends = _mm512_cmp_ps_mask(flat, _mm512_setzero_ps(), _CMP_NEQ_UQ);
+  const __m512 bend = _mm512_maskz_mul_ps(bends, flat, tanh.slope);
+  return {_mm512_mul_ps(gelu, up), _mm512_mul_ps(up, _mm512_add_ps(tanh.s, bend)), gelu};
+}
+
 }  // namespace avx512
 
 struct Avx512Activation {

@@ -46,6 +46,39 @@ inline GluGradient glu_gradient(const ClampedGlu& act, float gate, float up) {
           up_passes ? swish : 0.0F};
 }
 
+// g Phi(g), with erfc instead of 1 + erf: no cancellation for negative g.
+inline float normal_cdf(float x) {
+  return 0.5F * std::erfc(x * -0.70710678F);
+}
+
+inline float glu(const GeluGlu&, float gate, float up) {
+  return gate * normal_cdf(gate) * up;
+}
+
+inline GluGradient glu_gradient(const GeluGlu&, float gate, float up) {
+  const float cdf = normal_cdf(gate);
+  const float gelu = gate * cdf;
+  const float density = kInvSqrt2Pi * std::exp(-0.5F * gate * gate);
+  return {gelu * up, up * (cdf + gate * density), gelu};
+}
+
+inline float gelu_tanh_argument(float gate) {
+  return kGeluTanhSlope * gate * (1.0F + kGeluTanhCubic * gate * gate);
+}
+
+inline float glu(const GeluTanhGlu&, float gate, float up) {
+  return gate * sigmoid(gelu_tanh_argument(gate)) * up;
+}
+
+inline GluGradient glu_gradient(const GeluTanhGlu&, float gate, float up) {
+  const float s = sigmoid(gelu_tanh_argument(gate));
+  const float gelu = gate * s;
+  const float slope = kGeluTanhSlope * (1.0F + 3.0F * kGeluTanhCubic * gate * gate);
+  // Far out the slope of the argument overflows where s (1 - s) is zero.
+  const float bend = s == 0.0F || s == 1.0F ? 0.0F : gelu * (1.0F - s) * slope;
+  return {gelu * up, up * (s + bend), gelu};
+}
+
 struct PortableActivation {
   // h[n] = act(gate, up); h may be gate.
   template <class Act, class In, class Out>
