@@ -61,7 +61,7 @@ double run(Operands<Kernel>& operands, int threads, index_t tasks, Work&& work) 
   return bench::seconds_of([&] {
     parallel::run_tasks(threads, tasks, [&](int thread) {
       return [&, thread,
-              context = gemm::ThreadContext<Kernel>{{}, operands.scratch[static_cast<std::size_t>(thread)]}](
+              context = gemm::ThreadContext<Kernel>(operands.scratch[static_cast<std::size_t>(thread)])](
                  index_t task) mutable {
         work(context, operands.results[static_cast<std::size_t>(thread)].data(), task);
       };
@@ -171,7 +171,7 @@ int main(int argc, char** argv) {
   bench::print(machine, threads);
   std::printf("weights [%lld, %lld] streamed from memory\n", static_cast<long long>(shape.out),
               static_cast<long long>(shape.in));
-  registry::for_each_kernel([&]<class Kernel>() {
+  DefaultKernels::for_each([&]<class Kernel>() {
     if (only == "all" || only == Kernel::kName) bench_kernel<Kernel>(shape, threads, machine);
   });
 }
