@@ -44,8 +44,8 @@ class MatmulCache final : public KernelState {
   }
 
  private:
-  // A layer needs some 50 to 300: row counts are cut into few sizes (microkernel.hpp), columns come in
-  // sixteens.
+  // A layer needs some 50 to 300: row counts are cut into few sizes (microkernel.hpp), columns come in pairs of
+  // panels.
   static constexpr std::size_t kMost = 1024;
 
   struct Hash {
