@@ -34,9 +34,8 @@ struct Avx512Bf16Microkernel : Avx512Tiles<Avx512Bf16Microkernel, bf16> {
           std::int32_t pair;
           std::memcpy(&pair, a + r * segment.a_stride + k, sizeof(pair));
           __m512i pairs = _mm512_set1_epi32(pair);
-#if defined(__clang__) && __clang_major__ < 19
-          __asm__(""
-                  : "+v"(pairs));  // clang 16 crashes where it sees a broadcast turn into bf16 (VectorCombine)
+#if defined(__clang__) && __clang_major__ < 19  // clang 16 crashes where it sees a broadcast turn into bf16
+          __asm__("" : "+v"(pairs));
 #endif
           const __m512bh both = reinterpret_cast<__m512bh>(pairs);
           AMX_SFT_MOE_UNROLL
