@@ -58,6 +58,7 @@ class Rounding {
 constexpr std::array<reference::Site, reference::kTensors> kSiteOf = {
     reference::Site::kY,          reference::Site::kGradX,      reference::Site::kGradW,
     reference::Site::kGradFactor, reference::Site::kGradFactor, reference::Site::kGradFactor,
+    reference::Site::kGradFactor, reference::Site::kGradFactor, reference::Site::kGradFactor,
     reference::Site::kGradFactor, reference::Site::kGradFactor, reference::Site::kGradFactor};
 
 struct Error {
@@ -92,7 +93,8 @@ void expect_exact_zeros(const std::vector<bool>& must_be_zero, const std::vector
 unsigned runs_for(const Problem& problem) {
   const reference::Layer& layer = problem.layer();
   const auto routes = static_cast<double>(problem.batch().ids.size());
-  return routes * layer.hidden * layer.intermediate < 2e5 || layer.glu.clamped ? 25 : 6;
+  return routes * layer.hidden * layer.intermediate < 2e5 || layer.glu.form == reference::Glu::kClamped ? 25
+                                                                                                        : 6;
 }
 
 }  // namespace

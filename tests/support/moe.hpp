@@ -22,6 +22,7 @@ class Moe {
                const amx_sft_moe::LoraWeights& lora = {},
                std::shared_ptr<amx_sft_moe::Workspace> workspace = nullptr);
   ~Moe();
+  Moe(Moe&&) noexcept;
 
   void set_base(const amx_sft_moe::BaseWeights<Weight>& weights);
   void set_lora(const amx_sft_moe::LoraWeights& lora);
