@@ -13,7 +13,7 @@ struct Avx512Bf16Microkernel : Avx512Tiles<Avx512Bf16Microkernel, bf16> {
   template <int Rows, int Panels>
   AMX_SFT_MOE_TARGET_AVX512_BF16 static void tile(const Segments<bf16>& segments, index_t i, index_t j,
                                                   float* c, index_t c_stride) {
-    __m512 sum[Rows][Panels];
+    __m512 sum[std::size_t{Rows}][std::size_t{Panels}];
     AMX_SFT_MOE_UNROLL
     for (int r = 0; r < Rows; ++r) {
       AMX_SFT_MOE_UNROLL
@@ -24,7 +24,7 @@ struct Avx512Bf16Microkernel : Avx512Tiles<Avx512Bf16Microkernel, bf16> {
       const bf16* a = segment.a + i * segment.a_stride;
       const bf16* b = segment.b + j / kPanelCols * segment.panel_stride;
       for (index_t k = 0; k < segment.k; k += 2, b += 2 * kPanelCols) {
-        __m512bh line[Panels];
+        __m512bh line[std::size_t{Panels}];
         AMX_SFT_MOE_UNROLL
         for (int p = 0; p < Panels; ++p) {
           line[p] = reinterpret_cast<__m512bh>(_mm512_loadu_si512(b + p * segment.panel_stride));
@@ -33,7 +33,11 @@ struct Avx512Bf16Microkernel : Avx512Tiles<Avx512Bf16Microkernel, bf16> {
         for (int r = 0; r < Rows; ++r) {
           std::int32_t pair;
           std::memcpy(&pair, a + r * segment.a_stride + k, sizeof(pair));
-          const __m512bh both = reinterpret_cast<__m512bh>(_mm512_set1_epi32(pair));
+          __m512i pairs = _mm512_set1_epi32(pair);
+#if defined(__clang__) && __clang_major__ < 19  // clang 16 crashes where it sees a broadcast turn into bf16
+          __asm__("" : "+v"(pairs));
+#endif
+          const __m512bh both = reinterpret_cast<__m512bh>(pairs);
           AMX_SFT_MOE_UNROLL
           for (int p = 0; p < Panels; ++p) sum[r][p] = _mm512_dpbf16_ps(sum[r][p], both, line[p]);
         }

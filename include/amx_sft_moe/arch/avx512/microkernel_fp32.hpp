@@ -12,7 +12,7 @@ struct Avx512Microkernel : Avx512Tiles<Avx512Microkernel, float> {
   template <int Rows, int Panels>
   AMX_SFT_MOE_TARGET_AVX512 static void tile(const Segments<float>& segments, index_t i, index_t j, float* c,
                                              index_t c_stride) {
-    __m512 sum[Rows][Panels];
+    __m512 sum[std::size_t{Rows}][std::size_t{Panels}];
     AMX_SFT_MOE_UNROLL
     for (int r = 0; r < Rows; ++r) {
       AMX_SFT_MOE_UNROLL
@@ -23,7 +23,7 @@ struct Avx512Microkernel : Avx512Tiles<Avx512Microkernel, float> {
       const float* a = segment.a + i * segment.a_stride;
       const float* b = segment.b + j / kPanelCols * segment.panel_stride;
       for (index_t k = 0; k < segment.k; ++k, b += kPanelCols) {
-        __m512 line[Panels];
+        __m512 line[std::size_t{Panels}];
         AMX_SFT_MOE_UNROLL
         for (int p = 0; p < Panels; ++p) {
           line[p] = _mm512_loadu_ps(b + p * segment.panel_stride);

@@ -41,8 +41,8 @@ struct PortableMicrokernel {
 
   template <index_t Rows>
   static void tile(const Segments<float>& segments, index_t i, index_t j, float* c, index_t c_stride) {
-    Vec4 low[Rows] = {};
-    Vec4 high[Rows] = {};
+    Vec4 low[std::size_t{Rows}] = {};
+    Vec4 high[std::size_t{Rows}] = {};
     for (int s = 0; s < segments.count; ++s) {
       const Segment<float>& segment = segments.at[s];
       const float* a = segment.a + i * segment.a_stride;
