@@ -127,12 +127,14 @@ double tn_seconds(Operands<Kernel>& operands, const Shape& shape, index_t m, int
   });
 }
 
-void report(const char* kernel, const char* form, index_t m, double flop, double bytes, double seconds,
+// Peak and limit are of the kernel's own instructions.
+void report(std::string_view kernel, const char* form, index_t m, double flop, double bytes, double seconds,
             const Machine& machine) {
-  const double limit = std::max(flop / (machine.peak() * 1e9), bytes / (machine.bandwidth * 1e9));
+  const double peak = machine.peak_of_kernel(kernel);
+  const double limit = std::max(flop / (peak * 1e9), bytes / (machine.bandwidth * 1e9));
   std::printf("%-12s %-8s m=%-5lld %8.0f GFLOP/s  %4.0f %% of peak  %7.1f GB/s  %4.0f %% of the limit\n",
-              kernel, form, static_cast<long long>(m), flop / seconds * 1e-9,
-              100 * flop / seconds * 1e-9 / machine.peak(), bytes / seconds * 1e-9, 100 * limit / seconds);
+              kernel.data(), form, static_cast<long long>(m), flop / seconds * 1e-9,
+              100 * flop / seconds * 1e-9 / peak, bytes / seconds * 1e-9, 100 * limit / seconds);
 }
 
 template <class Kernel>
@@ -152,9 +154,9 @@ void bench_kernel(const Shape& shape, int threads, const Machine& machine) {
       nn.push_back(nn_seconds(operands, shape, m, threads));
       tn.push_back(tn_seconds(operands, shape, m, threads, &products));
     }
-    report(Kernel::kName.data(), "gemm_nt", m, flop, bytes, bench::median(nt), machine);
-    report(Kernel::kName.data(), "gemm_nn", m, flop, bytes, bench::median(nn), machine);
-    report(Kernel::kName.data(), "gemm_tn", m, 2.0 * static_cast<double>(m * kRank * shape.in * products),
+    report(Kernel::kName, "gemm_nt", m, flop, bytes, bench::median(nt), machine);
+    report(Kernel::kName, "gemm_nn", m, flop, bytes, bench::median(nn), machine);
+    report(Kernel::kName, "gemm_tn", m, 2.0 * static_cast<double>(m * kRank * shape.in * products),
            static_cast<double>(m * shape.in * products) * sizeof(typename Kernel::Weight), bench::median(tn),
            machine);
   }

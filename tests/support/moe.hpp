@@ -47,13 +47,15 @@ class Moe {
 
 using PortableBf16 = amx_sft_moe::kernels::Portable<amx_sft_moe::bf16>;
 using PortableFp32 = amx_sft_moe::kernels::Portable<float>;
+using Avx2Bf16 = amx_sft_moe::kernels::Avx2<amx_sft_moe::bf16>;
+using Avx2Fp32 = amx_sft_moe::kernels::Avx2<float>;
 using Avx512Bf16 = amx_sft_moe::kernels::Avx512Bf16;
 using Avx512WidenedBf16 = amx_sft_moe::kernels::Avx512<amx_sft_moe::bf16>;
 using Avx512Fp32 = amx_sft_moe::kernels::Avx512<float>;
 using AmxBf16 = amx_sft_moe::kernels::AmxBf16;
 
-using AllKernels =
-    testing::Types<PortableBf16, PortableFp32, Avx512Bf16, Avx512WidenedBf16, Avx512Fp32, AmxBf16>;
+using AllKernels = testing::Types<PortableBf16, PortableFp32, Avx2Bf16, Avx2Fp32, Avx512Bf16, Avx512WidenedBf16,
+                                  Avx512Fp32, AmxBf16>;
 
 template <class Kernel>
 inline constexpr amx_sft_moe::DType kWeightDType = amx_sft_moe::kDTypeOf<typename Kernel::Weight>;

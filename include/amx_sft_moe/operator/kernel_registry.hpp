@@ -9,6 +9,7 @@
 #include <vector>
 
 #include "amx_sft_moe/kernels/amx_bf16.hpp"
+#include "amx_sft_moe/kernels/avx2.hpp"
 #include "amx_sft_moe/kernels/avx512.hpp"
 #include "amx_sft_moe/kernels/avx512_bf16.hpp"
 #include "amx_sft_moe/kernels/portable.hpp"
@@ -96,6 +97,8 @@ void for_each_kernel(F&& f) {
   f.template operator()<kernels::Avx512Bf16>();
   f.template operator()<kernels::Avx512<bf16>>();
   f.template operator()<kernels::Avx512<float>>();
+  f.template operator()<kernels::Avx2<bf16>>();
+  f.template operator()<kernels::Avx2<float>>();
   f.template operator()<kernels::Portable<bf16>>();
   f.template operator()<kernels::Portable<float>>();
 }
