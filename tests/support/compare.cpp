@@ -99,13 +99,13 @@ unsigned runs_for(const Problem& problem) {
 
 }  // namespace
 
-Expected expected_step(const Problem& problem) {
+Expected expected_step(const Problem& problem, unsigned runs) {
   Expected out;
   out.values = reference::step(problem.layer(), problem.batch());
   for (std::size_t t = 0; t < reference::kTensors; ++t) {
     for (double value : out.values[t]) out.must_be_zero[t].push_back(value == 0);
   }
-  const unsigned runs = runs_for(problem);
+  if (runs == 0) runs = runs_for(problem);
   for (unsigned run = 0; run < runs; ++run) {
     Rounding rounding(problem, 1000 + run);
     const reference::Results moved = reference::step(problem.layer(), problem.batch(), rounding);
