@@ -1,13 +1,20 @@
 // The three GEMM forms beside the machine's measured limits, weights streamed from memory.
 //
-//   bench_gemm [threads] [kernel] [out in]      default: all OpenMP threads, all kernels, weights [1536, 2048]
+//   bench_gemm [threads] [kernel] [out in] [m ...]
+//
+// Default: all OpenMP threads, all kernels, weights [1536, 2048], 1 to 512 rows.
 //
 // Each measurement walks over enough distinct weight matrices (1.5 GiB at most) that none is found in a cache.
-// gemm_tn is the LoRA gradient's shape: r = 16 rows.
+// gemm_tn is the LoRA gradient's shape: r = 16 rows. Where oneDNN was found, `onednn_alone` is its matmul on the same
+// work without this library.
 #include <cstdlib>
 
 #include "machine.hpp"
 #include "random_data.hpp"
+#ifdef BENCH_HAS_ONEDNN
+#include "amx_sft_moe/kernels/onednn.hpp"
+#include "onednn_alone.hpp"
+#endif
 
 namespace {
 
@@ -18,6 +25,7 @@ constexpr index_t kRank = 16;
 
 struct Shape {
   index_t out = 1536, in = 2048;
+  std::vector<index_t> rows{1, 4, 8, 16, 32, 64, 128, 256, 512};
 };
 
 // Matrices W [out, in] in one buffer, and enough activations for any form.
@@ -61,7 +69,7 @@ double run(Operands<Kernel>& operands, int threads, index_t tasks, Work&& work) 
   return bench::seconds_of([&] {
     parallel::run_tasks(threads, tasks, [&](int thread) {
       return [&, thread,
-              context = gemm::ThreadContext<Kernel>{{}, operands.scratch[static_cast<std::size_t>(thread)]}](
+              context = gemm::ThreadContext<Kernel>(operands.scratch[static_cast<std::size_t>(thread)])](
                  index_t task) mutable {
         work(context, operands.results[static_cast<std::size_t>(thread)].data(), task);
       };
@@ -127,36 +135,93 @@ double tn_seconds(Operands<Kernel>& operands, const Shape& shape, index_t m, int
   });
 }
 
-void report(const char* kernel, const char* form, index_t m, double flop, double bytes, double seconds,
+// Peak and limit are of the kernel's own instructions.
+void report(std::string_view kernel, const char* form, index_t m, double flop, double bytes, double seconds,
             const Machine& machine) {
-  const double limit = std::max(flop / (machine.peak() * 1e9), bytes / (machine.bandwidth * 1e9));
+  const double peak = machine.peak_of_kernel(kernel);
+  const double limit = std::max(flop / (peak * 1e9), bytes / (machine.bandwidth * 1e9));
   std::printf("%-12s %-8s m=%-5lld %8.0f GFLOP/s  %4.0f %% of peak  %7.1f GB/s  %4.0f %% of the limit\n",
-              kernel, form, static_cast<long long>(m), flop / seconds * 1e-9,
-              100 * flop / seconds * 1e-9 / machine.peak(), bytes / seconds * 1e-9, 100 * limit / seconds);
+              kernel.data(), form, static_cast<long long>(m), flop / seconds * 1e-9,
+              100 * flop / seconds * 1e-9 / peak, bytes / seconds * 1e-9, 100 * limit / seconds);
+}
+
+#ifdef BENCH_HAS_ONEDNN
+using Kernels = kernels::Joined<DefaultKernels, kernels::OneDnnKernels>;
+using Alone = kernels::OneDnnBf16;
+
+// Seconds for all tasks, each one product of this shape by oneDNN alone: work(product, result, task).
+template <class Work>
+double alone_seconds(Operands<Alone>& operands, const bench::OneDnnAlone::Shape& shape, int threads,
+                     index_t tasks, Work&& work) {
+  std::vector<std::unique_ptr<bench::OneDnnAlone>> products(static_cast<std::size_t>(threads));
+  const auto run_all = [&](index_t count, bool measured) {
+    parallel::run_tasks(threads, count, [&](int thread) {
+      auto& product = products[static_cast<std::size_t>(thread)];
+      auto single = std::make_unique<parallel::SingleThreaded>();
+      if (!product) product = std::make_unique<bench::OneDnnAlone>(shape);
+      return [&, thread, measured, single = std::move(single)](index_t task) {
+        if (measured) work(*product, operands.results[static_cast<std::size_t>(thread)].data(), task);
+      };
+    });
+  };
+  run_all(threads, false);  // compiles
+  return bench::seconds_of([&] { run_all(tasks, true); });
+}
+
+void measure_alone(Operands<Alone>& operands, const Shape& shape, index_t m, int threads, index_t products,
+                   std::array<std::vector<double>, 3>& times) {
+  // Operands B of this many elements lie one behind the other in the weights' memory.
+  const auto streamed = [&operands](index_t elements) {
+    return [&operands, elements](bench::OneDnnAlone& product, float* result, index_t task) {
+      product(operands.activations.data(), operands.weights.data() + task * elements, result);
+    };
+  };
+  const auto weights = streamed(shape.out * shape.in);
+  const index_t matrices = operands.matrices;
+  times[0].push_back(
+      alone_seconds(operands, {m, shape.out, shape.in, false, true}, threads, matrices, weights));
+  times[1].push_back(
+      alone_seconds(operands, {m, shape.in, shape.out, false, false}, threads, matrices, weights));
+  times[2].push_back(
+      alone_seconds(operands, {kRank, shape.in, m, true, false}, threads, products, streamed(m * shape.in)));
+}
+#else
+using Kernels = DefaultKernels;
+#endif
+
+// Medians of one kernel's times.
+void report_forms(const char* kernel, const Shape& shape, index_t m, index_t matrices, index_t products,
+                  index_t element_bytes, const std::array<std::vector<double>, 3>& times,
+                  const Machine& machine) {
+  const double weights = static_cast<double>(matrices * shape.out * shape.in);
+  const double inputs = static_cast<double>(m * shape.in * products);
+  const double size = static_cast<double>(element_bytes);
+  const double flop = 2.0 * static_cast<double>(m) * weights;
+  report(kernel, "gemm_nt", m, flop, weights * size, bench::median(times[0]), machine);
+  report(kernel, "gemm_nn", m, flop, weights * size, bench::median(times[1]), machine);
+  report(kernel, "gemm_tn", m, 2.0 * kRank * inputs, inputs * size, bench::median(times[2]), machine);
 }
 
 template <class Kernel>
 void bench_kernel(const Shape& shape, int threads, const Machine& machine) {
-  if (!Kernel::available() || std::is_same_v<typename Kernel::Weight, float>) return;
   if (arch::cpu_features().amx_emulated && Kernel::kName == "amx_bf16") return;
-  constexpr index_t kMost = 512;
-  Operands<Kernel> operands(shape, kMost, threads);
-  const double bytes =
-      static_cast<double>(operands.matrices * shape.out * shape.in) * sizeof(typename Kernel::Weight);
-  for (const index_t m : {1, 4, 8, 16, 32, 64, 128, 256, 512}) {
-    const double flop = 2.0 * static_cast<double>(m * shape.out * shape.in * operands.matrices);
+  Operands<Kernel> operands(shape, *std::max_element(shape.rows.begin(), shape.rows.end()), threads);
+  for (const index_t m : shape.rows) {
     index_t products = 0;
-    std::vector<double> nt, nn, tn;
+    std::array<std::vector<double>, 3> times;
+    std::array<std::vector<double>, 3> alone;
     for (int repeat = 0; repeat < 3; ++repeat) {  // alternating: machines are shared
-      nt.push_back(nt_seconds(operands, shape, m, threads));
-      nn.push_back(nn_seconds(operands, shape, m, threads));
-      tn.push_back(tn_seconds(operands, shape, m, threads, &products));
+      times[0].push_back(nt_seconds(operands, shape, m, threads));
+      times[1].push_back(nn_seconds(operands, shape, m, threads));
+      times[2].push_back(tn_seconds(operands, shape, m, threads, &products));
+#ifdef BENCH_HAS_ONEDNN
+      if constexpr (std::is_same_v<Kernel, Alone>) measure_alone(operands, shape, m, threads, products, alone);
+#endif
     }
-    report(Kernel::kName.data(), "gemm_nt", m, flop, bytes, bench::median(nt), machine);
-    report(Kernel::kName.data(), "gemm_nn", m, flop, bytes, bench::median(nn), machine);
-    report(Kernel::kName.data(), "gemm_tn", m, 2.0 * static_cast<double>(m * kRank * shape.in * products),
-           static_cast<double>(m * shape.in * products) * sizeof(typename Kernel::Weight), bench::median(tn),
-           machine);
+    constexpr index_t kElement = sizeof(typename Kernel::Weight);
+    report_forms(Kernel::kName.data(), shape, m, operands.matrices, products, kElement, times, machine);
+    if (alone[0].empty()) continue;
+    report_forms("onednn_alone", shape, m, operands.matrices, products, kElement, alone, machine);
   }
 }
 
@@ -166,12 +231,24 @@ int main(int argc, char** argv) {
   const int threads = argc > 1 ? std::atoi(argv[1]) : parallel::default_num_threads();
   Shape shape;
   const std::string_view only = argc > 2 ? argv[2] : "all";
-  if (argc > 4) shape = {std::atoll(argv[3]), std::atoll(argv[4])};
+  if (argc > 4) {
+    shape.out = std::atoll(argv[3]);
+    shape.in = std::atoll(argv[4]);
+  }
+  if (argc > 5) shape.rows.clear();
+  for (int i = 5; i < argc; ++i) shape.rows.push_back(std::atoll(argv[i]));
   const Machine machine = bench::measure_machine(threads);
   bench::print(machine, threads);
   std::printf("weights [%lld, %lld] streamed from memory\n", static_cast<long long>(shape.out),
               static_cast<long long>(shape.in));
-  registry::for_each_kernel([&]<class Kernel>() {
-    if (only == "all" || only == Kernel::kName) bench_kernel<Kernel>(shape, threads, machine);
+  std::string_view done;
+  Kernels::for_each([&]<class Kernel>() {
+    if (only != "all" && only != Kernel::kName) return;
+    if constexpr (std::is_same_v<typename Kernel::Weight, bf16>) {
+      // Of kernels that share a name the one that it stands for here.
+      if (!Kernel::available() || done == Kernel::kName) return;
+      done = Kernel::kName;
+      bench_kernel<Kernel>(shape, threads, machine);
+    }
   });
 }

@@ -54,7 +54,7 @@ class Counted {
     amx_emulator::reset_counts();
     {
       gemm::Scratch scratch;
-      gemm::ThreadContext<Kernel> thread{{}, scratch};
+      gemm::ThreadContext<Kernel> thread(scratch);
       run(thread);
     }
     counts = amx_emulator::counts();

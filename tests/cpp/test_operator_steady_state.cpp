@@ -21,7 +21,7 @@ inline constexpr Case kCasesOfSteps[] = {
     {"shared_a", 20, 2, 3, 48, 64, {8, 8, 8}, kDistinct, true},
     {"skewed", 33, 2, 4, 64, 96, {8, 8, 8}, kSkewed},
     {"one_token", 1, 1, 8, 64, 96, {8, 8, 8}},
-    {"clamped", 20, 2, 3, 48, 64, {8, 8, 8}, kDistinct, false, true},
+    {"clamped", 20, 2, 3, 48, 64, {8, 8, 8}, kDistinct, false, kClamped},
 };
 
 template <class Kernel>
@@ -60,6 +60,7 @@ TYPED_TEST(OperatorSteadyState, SynchronisesRarely) {
 }
 
 TYPED_TEST(OperatorSteadyState, AllocatesNothing) {
+  if (kIsOneDnn<TypeParam>) GTEST_SKIP() << "oneDNN itself allocates in each execution of a primitive";
   for (const Case& c : kCasesOfSteps) {
     SCOPED_TRACE(c.name);
     const Problem problem = random_problem(c, kPlain, kWeightDType<TypeParam>);
@@ -86,6 +87,7 @@ TYPED_TEST(OperatorSteadyState, AllocatesNothing) {
 
 // Batches no larger than those before fit what is there, however they are routed.
 TYPED_TEST(OperatorSteadyState, AllocatesNothingForSmallerBatches) {
+  if (kIsOneDnn<TypeParam>) GTEST_SKIP() << "oneDNN itself allocates in each execution of a primitive";
   const Case c{"c", 40, 2, 4, 37, 53, {7, 7, 7}};
   const Problem large = random_problem(c, kPlain, kWeightDType<TypeParam>);
   const Problem small = another_batch(large, c, 11, 5);

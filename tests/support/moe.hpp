@@ -8,6 +8,9 @@
 #include <string>
 
 #include "amx_sft_moe/amx_sft_moe.hpp"
+#ifdef SFT_TEST_HAS_ONEDNN
+#include "amx_sft_moe/kernels/onednn.hpp"
+#endif
 
 namespace sft_test {
 
@@ -22,6 +25,7 @@ class Moe {
                const amx_sft_moe::LoraWeights& lora = {},
                std::shared_ptr<amx_sft_moe::Workspace> workspace = nullptr);
   ~Moe();
+  Moe(Moe&&) noexcept;
 
   void set_base(const amx_sft_moe::BaseWeights<Weight>& weights);
   void set_lora(const amx_sft_moe::LoraWeights& lora);
@@ -46,21 +50,43 @@ class Moe {
 
 using PortableBf16 = amx_sft_moe::kernels::Portable<amx_sft_moe::bf16>;
 using PortableFp32 = amx_sft_moe::kernels::Portable<float>;
+using Avx2Bf16 = amx_sft_moe::kernels::Avx2<amx_sft_moe::bf16>;
+using Avx2Fp32 = amx_sft_moe::kernels::Avx2<float>;
 using Avx512Bf16 = amx_sft_moe::kernels::Avx512Bf16;
 using Avx512WidenedBf16 = amx_sft_moe::kernels::Avx512<amx_sft_moe::bf16>;
 using Avx512Fp32 = amx_sft_moe::kernels::Avx512<float>;
 using AmxBf16 = amx_sft_moe::kernels::AmxBf16;
 
-using AllKernels =
-    testing::Types<PortableBf16, PortableFp32, Avx512Bf16, Avx512WidenedBf16, Avx512Fp32, AmxBf16>;
+#ifdef SFT_TEST_HAS_ONEDNN
+// Of the five kernels named onednn three: with and without panels as they are, with and without widened weights.
+using OneDnnBf16 = amx_sft_moe::kernels::OneDnnBf16;
+using OneDnnFp32 = amx_sft_moe::kernels::OneDnn<float, amx_sft_moe::kernels::OneDnnWithAvx512>;
+using OneDnnPlainBf16 = amx_sft_moe::kernels::OneDnn<amx_sft_moe::bf16, amx_sft_moe::kernels::OneDnnAnywhere>;
+#define SFT_TEST_ONEDNN_KERNELS , OneDnnBf16, OneDnnFp32, OneDnnPlainBf16
+using ListedKernels =
+    amx_sft_moe::kernels::Joined<amx_sft_moe::DefaultKernels, amx_sft_moe::kernels::OneDnnKernels>;
+#else
+#define SFT_TEST_ONEDNN_KERNELS
+using ListedKernels = amx_sft_moe::DefaultKernels;
+#endif
+
+using AllKernels = testing::Types<PortableBf16, PortableFp32, Avx2Bf16, Avx2Fp32, Avx512Bf16, Avx512WidenedBf16,
+                                  Avx512Fp32, AmxBf16 SFT_TEST_ONEDNN_KERNELS>;
+#undef SFT_TEST_ONEDNN_KERNELS
 
 template <class Kernel>
 inline constexpr amx_sft_moe::DType kWeightDType = amx_sft_moe::kDTypeOf<typename Kernel::Weight>;
 
-// "portable_fp32"; also names the instances of typed tests.
+// Products by oneDNN, which allocates in each.
+template <class Kernel>
+inline constexpr bool kIsOneDnn = Kernel::kName == "onednn";
+
+// "portable_fp32", "onednn_plain_bf16"; also names the instances of typed tests.
 template <class Kernel>
 std::string kernel_label() {
-  return std::string(Kernel::kName) + "_" + std::string(amx_sft_moe::name_of(kWeightDType<Kernel>));
+  std::string label(Kernel::kName);
+  if constexpr (requires { Kernel::kVariant; }) label += "_" + std::string(Kernel::kVariant);
+  return label + "_" + std::string(amx_sft_moe::name_of(kWeightDType<Kernel>));
 }
 
 struct KernelLabels {

@@ -1,6 +1,7 @@
 // Helper macros of the library. Defined here, undefined in core/undef_macros.hpp (the umbrella header's last
-// line), so that none of them leaks into a translation unit that includes amx_sft_moe.hpp.
-#pragma once
+// line), so that none of them leaks into a translation unit that includes amx_sft_moe.hpp. Not `#pragma once`:
+// a kernel's header that is included behind the umbrella header defines them once more, and undefines them again.
+#ifndef AMX_SFT_MOE_NAMESPACE_BEGIN
 
 #ifndef AMX_SFT_MOE_VERSION_STRING
 #define AMX_SFT_MOE_VERSION_STRING "0.1.0"
@@ -41,6 +42,7 @@
 
 // Target attributes of the leaf functions in arch/. No -m flag is ever needed: one binary holds every
 // instruction set and chooses at run time.
+#define AMX_SFT_MOE_TARGET_AVX2 __attribute__((target("avx2,fma")))
 #define AMX_SFT_MOE_TARGET_AVX512 __attribute__((target("avx512f,avx512bw,avx512dq,avx512vl,fma")))
 #define AMX_SFT_MOE_TARGET_AVX512_BF16 \
   __attribute__((target("avx512f,avx512bw,avx512dq,avx512vl,avx512bf16,fma")))
@@ -51,3 +53,4 @@
 #else
 #define AMX_SFT_MOE_UNROLL _Pragma("GCC unroll 16")
 #endif
+#endif  // AMX_SFT_MOE_NAMESPACE_BEGIN

@@ -35,9 +35,21 @@ struct Block {
   index_t stride;
 };
 
+// How much of rows of A, K = k, the kernel can use where they lie: all but what its unit leaves over; or, where it
+// wants dense rows (Microkernel::kDenseRows, oneDNN's matmul), all or nothing.
+template <class Microkernel>
+constexpr index_t k_in_place(index_t k, index_t row_stride, index_t k_tile) {
+  if constexpr (requires { Microkernel::kDenseRows; }) {
+    return k % k_tile == 0 && k == row_stride ? k : 0;
+  } else {
+    return k / k_tile * k_tile;
+  }
+}
+
 template <class Kernel>
 class RowGroup {
   using E = typename Kernel::Compute;
+  using Micro = typename Kernel::Microkernel;
 
  public:
   RowGroup(Scratch& scratch, index_t k_tile) : scratch_(scratch), k_tile_(k_tile) {}
@@ -57,7 +69,7 @@ class RowGroup {
   void append(const Term<E>& term, index_t row, index_t rows, arch::Segments<E>& segments) {
     const AnyRows a = term.a.from(row, 0);
     const E* direct = a.template direct<E>();
-    const index_t in_place = direct != nullptr ? term.k / k_tile_ * k_tile_ : 0;
+    const index_t in_place = direct != nullptr ? k_in_place<Micro>(term.k, a.row_stride(), k_tile_) : 0;
     segments.add({direct, a.row_stride(), term.b.data, term.b.panel_stride, in_place});
     if (in_place == term.k) return;
     const index_t tail = term.k - in_place;
@@ -75,6 +87,7 @@ class RowGroup {
   // Rows that lie 4 KiB apart would compete for the same sets of L1: a line more between them.
   static constexpr index_t staged_stride(index_t padded) {
     constexpr index_t kLine = 64 / static_cast<index_t>(sizeof(E));
+    if constexpr (requires { Micro::kDenseRows; }) return padded;
     return padded % (16 * kLine) == 0 ? padded + kLine : padded;
   }
 

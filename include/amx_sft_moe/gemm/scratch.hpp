@@ -3,6 +3,7 @@
 #pragma once
 
 #include "amx_sft_moe/core/aligned_buffer.hpp"
+#include "amx_sft_moe/core/kernel_state.hpp"
 #include "amx_sft_moe/core/views.hpp"
 
 AMX_SFT_MOE_NAMESPACE_BEGIN
@@ -30,6 +31,7 @@ struct Scratch {
   Buffer b_panels;
   Buffer c_blocks;  // fp32
   Buffer rows;      // a caller's own rows on their way to a GEMM
+  KernelStateSlot kernel_state;
 
   // At least as large as `other`, buffer by buffer.
   void grow_to(const Scratch& other) {
@@ -38,10 +40,12 @@ struct Scratch {
     b_panels.grow_to(other.b_panels.bytes());
     c_blocks.grow_to(other.c_blocks.bytes());
     rows.grow_to(other.rows.bytes());
+    kernel_state.grow_to(other.kernel_state);
   }
 
   index_t bytes() const {
-    return a_rows.bytes() + a_transposed.bytes() + b_panels.bytes() + c_blocks.bytes() + rows.bytes();
+    return a_rows.bytes() + a_transposed.bytes() + b_panels.bytes() + c_blocks.bytes() + rows.bytes() +
+           kernel_state.bytes();
   }
 };
 

@@ -48,7 +48,7 @@ struct Worker {
   ThreadTimer timer;
   gemm::ThreadContext<Kernel> gemm;
 
-  Worker(StepTimer& step, int thread, gemm::Scratch& scratch) : timer(step, thread), gemm{{}, scratch} {}
+  Worker(StepTimer& step, int thread, gemm::Scratch& scratch) : timer(step, thread), gemm(scratch) {}
 
   // Runs `work` as part of `phase`.
   template <class F>

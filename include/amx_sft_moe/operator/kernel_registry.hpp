@@ -1,6 +1,7 @@
 // Kernels by name: what this CPU can run, which one "auto" means, and an operator for it.
 #pragma once
 
+#include <algorithm>
 #include <cstdlib>
 #include <memory>
 #include <string>
@@ -9,12 +10,26 @@
 #include <vector>
 
 #include "amx_sft_moe/kernels/amx_bf16.hpp"
+#include "amx_sft_moe/kernels/avx2.hpp"
 #include "amx_sft_moe/kernels/avx512.hpp"
 #include "amx_sft_moe/kernels/avx512_bf16.hpp"
+#include "amx_sft_moe/kernels/kernel_list.hpp"
 #include "amx_sft_moe/kernels/portable.hpp"
 #include "amx_sft_moe/operator/any_sft_moe.hpp"
 
 AMX_SFT_MOE_NAMESPACE_BEGIN
+
+// The kernels that need nothing but a compiler. To add one, add its header and its line. Kernels that need a library
+// (kernels/onednn.hpp) join this list where they are wanted: make_sft_moe<kernels::Joined<DefaultKernels, ...>>.
+using DefaultKernels = kernels::KernelList<  //
+    kernels::AmxBf16,                        //
+    kernels::Avx512Bf16,                     //
+    kernels::Avx512<bf16>,                   //
+    kernels::Avx512<float>,                  //
+    kernels::Avx2<bf16>,                     //
+    kernels::Avx2<float>,                    //
+    kernels::Portable<bf16>,                 //
+    kernels::Portable<float>>;
 
 // One kernel for one element type of the base weights.
 struct KernelInfo {
@@ -88,16 +103,14 @@ class TypedSftMoe final : public AnySftMoe {
   AMX_SFT_MOE<Kernel> moe_;
 };
 
-// Calls f.template operator()<Kernel>() for every kernel of this binary. To add a kernel, add its header and
-// its line.
-template <class F>
-void for_each_kernel(F&& f) {
-  f.template operator()<kernels::AmxBf16>();
-  f.template operator()<kernels::Avx512Bf16>();
-  f.template operator()<kernels::Avx512<bf16>>();
-  f.template operator()<kernels::Avx512<float>>();
-  f.template operator()<kernels::Portable<bf16>>();
-  f.template operator()<kernels::Portable<float>>();
+// Adds a kernel, or makes it what its name stands for where the one listed under it is not available.
+inline void list_kernel(std::vector<KernelInfo>& kernels, KernelInfo kernel) {
+  for (KernelInfo& listed : kernels) {
+    if (listed.name != kernel.name || listed.weights != kernel.weights) continue;
+    if (!listed.available && kernel.available) listed = std::move(kernel);
+    return;
+  }
+  kernels.push_back(std::move(kernel));
 }
 
 inline std::string available_names(const std::vector<KernelInfo>& kernels, DType weights) {
@@ -112,19 +125,30 @@ inline std::string available_names(const std::vector<KernelInfo>& kernels, DType
 
 // All kernels, the best for this CPU first: AMX, then whichever of VDPBF16PS and fp32 FMA has the higher peak
 // here.
-inline std::vector<KernelInfo> list_kernels() {
+template <class List = DefaultKernels>
+std::vector<KernelInfo> list_kernels() {
   std::vector<KernelInfo> kernels;
-  registry::for_each_kernel([&kernels]<class Kernel>() {
+  List::for_each([&kernels]<class Kernel>() {
     std::string why = Kernel::refusal();
-    kernels.push_back({Kernel::kName, kDTypeOf<typename Kernel::Weight>, why.empty(), std::move(why)});
+    registry::list_kernel(kernels,
+                          {Kernel::kName, kDTypeOf<typename Kernel::Weight>, why.empty(), std::move(why)});
   });
-  if (arch::cpu_features().slow_dpbf16) std::swap(kernels[1], kernels[2]);
+  if (!arch::cpu_features().slow_dpbf16) return kernels;
+  const auto place_of = [&kernels](std::string_view name) {
+    return std::find_if(kernels.begin(), kernels.end(), [name](const KernelInfo& kernel) {
+      return kernel.name == name && kernel.weights == DType::kBf16;
+    });
+  };
+  const auto dot = place_of(kernels::Avx512Bf16::kName);
+  const auto fma = place_of(kernels::Avx512<bf16>::kName);
+  if (dot != kernels.end() && fma != kernels.end()) std::swap(*dot, *fma);
   return kernels;
 }
 
 // A name of list_kernels(). `kernel` is such a name or "auto": then the environment variable AMX_SFT_MOE_KERNEL
 // where it is set, else the best available. Throws KernelError, which lists what is available.
-inline std::string resolve_kernel(std::string_view kernel, DType weights) {
+template <class List = DefaultKernels>
+std::string resolve_kernel(std::string_view kernel, DType weights) {
   std::string wanted(kernel);
   std::string_view source = "kernel";
   if (wanted == "auto") {
@@ -134,7 +158,7 @@ inline std::string resolve_kernel(std::string_view kernel, DType weights) {
       source = "AMX_SFT_MOE_KERNEL";
     }
   }
-  const std::vector<KernelInfo> kernels = list_kernels();
+  const std::vector<KernelInfo> kernels = list_kernels<List>();
   std::string why = "no such kernel";
   for (const KernelInfo& info : kernels) {
     const bool asked = wanted == "auto" || wanted == info.name;
@@ -148,14 +172,16 @@ inline std::string resolve_kernel(std::string_view kernel, DType weights) {
 }
 
 // An operator for `kernel` (see resolve_kernel) and the type of `weights`.
-inline std::unique_ptr<AnySftMoe> make_sft_moe(std::string_view kernel, const Config& config,
-                                               const AnyBaseWeights& weights, const LoraWeights& lora = {},
-                                               std::shared_ptr<Workspace> workspace = nullptr) {
+template <class List = DefaultKernels>
+std::unique_ptr<AnySftMoe> make_sft_moe(std::string_view kernel, const Config& config,
+                                        const AnyBaseWeights& weights, const LoraWeights& lora = {},
+                                        std::shared_ptr<Workspace> workspace = nullptr) {
   const DType dtype = std::holds_alternative<BaseWeights<bf16>>(weights) ? DType::kBf16 : DType::kFp32;
-  const std::string name = resolve_kernel(kernel, dtype);
+  const std::string name = resolve_kernel<List>(kernel, dtype);
   std::unique_ptr<AnySftMoe> made;
-  registry::for_each_kernel([&]<class Kernel>() {
-    if (Kernel::kName != name || kDTypeOf<typename Kernel::Weight> != dtype) return;
+  List::for_each([&]<class Kernel>() {
+    if (made || Kernel::kName != name || kDTypeOf<typename Kernel::Weight> != dtype) return;
+    if (!Kernel::available()) return;
     made = std::make_unique<registry::TypedSftMoe<Kernel>>(config, weights, lora, workspace);
   });
   return made;

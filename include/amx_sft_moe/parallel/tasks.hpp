@@ -26,6 +26,25 @@ inline int default_num_threads() {
 #endif
 }
 
+// While it lives, a region that the calling thread starts has one thread. For libraries that a task calls: they
+// would start a team of their own, or cut their work by the number of threads they could have.
+class SingleThreaded {
+ public:
+#ifdef _OPENMP
+  SingleThreaded() : before_(omp_get_max_threads()) { omp_set_num_threads(1); }
+  ~SingleThreaded() { omp_set_num_threads(before_); }
+#else
+  SingleThreaded() = default;
+#endif
+  SingleThreaded(const SingleThreaded&) = delete;
+  SingleThreaded& operator=(const SingleThreaded&) = delete;
+
+ private:
+#ifdef _OPENMP
+  int before_;
+#endif
+};
+
 class FirstError {
  public:
   bool raised() const { return raised_.load(std::memory_order_relaxed); }
