@@ -9,8 +9,8 @@
 AMX_SFT_MOE_NAMESPACE_BEGIN
 namespace arch {
 
-// 12 rows x 2 panels: 24 accumulators, 2 registers of B, 1 broadcast of the 32 zmm. Each loaded line of B serves
-// 12 products, each broadcast 2. Latency times rate is 8 to 12: 12 accumulators would do.
+// 12 rows x 2 panels: 24 accumulators, 2 registers of B, 1 broadcast of the 32 zmm. Each loaded line of B
+// serves 12 products, each broadcast 2. Latency times rate is 8 to 12: 12 accumulators would do.
 // 48 rows are four tiles and three 16 x 16 transpositions of the result; C stays in L1.
 struct Avx512Bf16Microkernel : RegisterTiles<Avx512Bf16Microkernel, bf16, 12, 2 * kPanelCols, 48> {
   template <int Rows, int Cols>
