@@ -16,7 +16,7 @@ struct Avx2Microkernel : RegisterTiles<Avx2Microkernel, float, 6, kPanelCols, 48
   AMX_SFT_MOE_TARGET_AVX2 static void tile(const Segments<float>& segments, index_t i, index_t j, float* c,
                                            index_t c_stride) {
     constexpr int kVectors = Cols / 8;
-    __m256 sum[Rows][kVectors];
+    __m256 sum[std::size_t{Rows}][std::size_t{kVectors}];
     AMX_SFT_MOE_UNROLL
     for (int r = 0; r < Rows; ++r) {
       AMX_SFT_MOE_UNROLL
@@ -27,7 +27,7 @@ struct Avx2Microkernel : RegisterTiles<Avx2Microkernel, float, 6, kPanelCols, 48
       const float* a = segment.a + i * segment.a_stride;
       const float* b = segment.b + j / kPanelCols * segment.panel_stride + j % kPanelCols;
       for (index_t k = 0; k < segment.k; ++k, b += kPanelCols) {
-        __m256 line[kVectors];
+        __m256 line[std::size_t{kVectors}];
         AMX_SFT_MOE_UNROLL
         for (int v = 0; v < kVectors; ++v) line[v] = _mm256_loadu_ps(b + 8 * v);
         AMX_SFT_MOE_UNROLL
