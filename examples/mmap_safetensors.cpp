@@ -2,8 +2,8 @@
 // and backward alike. No byte of the weights is copied; what the layer does not touch is never loaded.
 //
 //     mmap_safetensors FILE [--layer N]                   bf16 or fp32, separate or fused tensors
-//     mmap_safetensors --write FILE [--fused] [--fp32]    makes such a file of random experts, and runs the same
-//                                                         from memory: it must print the same bits
+//     mmap_safetensors --write FILE [--fused] [--fp32]    makes such a file of random experts, runs them
+//                                                         from memory: both must print the same bits
 #include <chrono>
 #include <cmath>
 #include <iostream>

@@ -35,7 +35,8 @@ file(MAKE_DIRECTORY ${WORK})
 set(configure ${CMAKE_COMMAND} -G ${GENERATOR} -DCMAKE_MAKE_PROGRAM=${MAKE_PROGRAM} -DCMAKE_CXX_COMPILER=${COMPILER})
 set(from ${SOURCE})
 if(KIND STREQUAL "fetch_content") # as GitHub makes them, less what users do not need
-  file(COPY ${SOURCE}/CMakeLists.txt ${SOURCE}/LICENSE ${SOURCE}/include DESTINATION ${WORK}/amx-sft-moe)
+  file(COPY ${SOURCE}/CMakeLists.txt ${SOURCE}/LICENSE ${SOURCE}/cmake ${SOURCE}/include
+       DESTINATION ${WORK}/amx-sft-moe)
   run(${CMAKE_COMMAND} -E chdir ${WORK} ${CMAKE_COMMAND} -E tar czf sources.tar.gz amx-sft-moe)
   set(from file://${WORK}/sources.tar.gz)
 elseif(KIND STREQUAL "find_package")

@@ -20,7 +20,7 @@ struct Avx2Microkernel : RegisterTiles<Avx2Microkernel, float, 6, kPanelCols, 48
                                            index_t c_stride) {
     constexpr int kVectors = Cols / 8;
     constexpr index_t kChunk = 32;  // steps between two prefetches of a row: a line of bf16
-    __m256 sum[Rows][kVectors];
+    __m256 sum[std::size_t{Rows}][std::size_t{kVectors}];
     AMX_SFT_MOE_UNROLL
     for (int r = 0; r < Rows; ++r) {
       AMX_SFT_MOE_UNROLL
@@ -34,7 +34,7 @@ struct Avx2Microkernel : RegisterTiles<Avx2Microkernel, float, 6, kPanelCols, 48
         const index_t stop = k + kChunk < segment.k ? k + kChunk : segment.k;
         if (s == 0) segments.ahead.prefetch(i, Rows, k, stop);
         for (; k < stop; ++k, b += kPanelCols) {
-          __m256 line[kVectors];
+          __m256 line[std::size_t{kVectors}];
           AMX_SFT_MOE_UNROLL
           for (int v = 0; v < kVectors; ++v) line[v] = _mm256_loadu_ps(b + 8 * v);
           AMX_SFT_MOE_UNROLL
@@ -81,9 +81,9 @@ struct Avx2Microkernel : RegisterTiles<Avx2Microkernel, float, 6, kPanelCols, 48
     constexpr index_t kAhead = 16;  // rows of B; 8 was 0.70 instead of 0.74 of the bandwidth for 8 rows of A
     index_t kk = 0;
     for (; kk + kDepth <= k; kk += kDepth) {
-      const S* row[kDepth];
-      const S* ahead[kDepth];
-      float value[Rows][kDepth];
+      const S* row[std::size_t{kDepth}];
+      const S* ahead[std::size_t{kDepth}];
+      float value[std::size_t{Rows}][std::size_t{kDepth}];
       AMX_SFT_MOE_UNROLL
       for (int d = 0; d < kDepth; ++d) {
         row[d] = b.row(kk + d);
@@ -95,14 +95,14 @@ struct Avx2Microkernel : RegisterTiles<Avx2Microkernel, float, 6, kPanelCols, 48
     }
     for (; kk < k; ++kk) {
       const S* row[1] = {b.row(kk)};
-      float value[Rows][1];
+      float value[std::size_t{Rows}][1];
       for (int r = 0; r < Rows; ++r) value[r][0] = a[r * a_stride + kk];
       steps(value, row, row, cols, c, c_stride);
     }
   }
 
   // Depth steps along K.
-  template <int Rows, int Depth, class S>
+  template <std::size_t Rows, std::size_t Depth, class S>
   AMX_SFT_MOE_INLINE AMX_SFT_MOE_TARGET_AVX2 static void steps(const float (&a)[Rows][Depth],
                                                                const S* const (&b)[Depth],
                                                                const S* const (&ahead)[Depth], index_t cols,
@@ -111,7 +111,7 @@ struct Avx2Microkernel : RegisterTiles<Avx2Microkernel, float, 6, kPanelCols, 48
     for (; j + 16 <= cols; j += 16) {
       __m256 line[Depth][2];
       AMX_SFT_MOE_UNROLL
-      for (int d = 0; d < Depth; ++d) {
+      for (std::size_t d = 0; d < Depth; ++d) {
         line[d][0] = avx2::load8(b[d] + j);
         line[d][1] = avx2::load8(b[d] + j + 8);
         // Here, not row by row before the loop: a burst fills the line fill buffers and all loads wait.
@@ -119,11 +119,11 @@ struct Avx2Microkernel : RegisterTiles<Avx2Microkernel, float, 6, kPanelCols, 48
       }
       float* to = c + j;
       AMX_SFT_MOE_UNROLL
-      for (int r = 0; r < Rows; ++r, to += c_stride) {
+      for (std::size_t r = 0; r < Rows; ++r, to += c_stride) {
         __m256 low = _mm256_loadu_ps(to);
         __m256 high = _mm256_loadu_ps(to + 8);
         AMX_SFT_MOE_UNROLL
-        for (int d = 0; d < Depth; ++d) {
+        for (std::size_t d = 0; d < Depth; ++d) {
           const __m256 value = _mm256_set1_ps(a[r][d]);
           low = _mm256_fmadd_ps(value, line[d][0], low);
           high = _mm256_fmadd_ps(value, line[d][1], high);
@@ -133,10 +133,10 @@ struct Avx2Microkernel : RegisterTiles<Avx2Microkernel, float, 6, kPanelCols, 48
       }
     }
     for (; j < cols; j += 8) {  // C's rows have room for whole panels
-      for (int d = 0; d < Depth; ++d) {
+      for (std::size_t d = 0; d < Depth; ++d) {
         const __m256 line = avx2::load8(b[d] + j, cols - j);
-        for (int r = 0; r < Rows; ++r) {
-          float* to = c + r * c_stride + j;
+        for (std::size_t r = 0; r < Rows; ++r) {
+          float* to = c + static_cast<index_t>(r) * c_stride + j;
           const __m256 value = _mm256_set1_ps(a[r][d]);
           _mm256_storeu_ps(to, _mm256_fmadd_ps(value, line, _mm256_loadu_ps(to)));
         }

@@ -17,7 +17,7 @@ struct PortableMicrokernel : RegisterTiles<PortableMicrokernel, float, 4, 8, 32,
   static void tile(const Segments<float>& segments, index_t i, index_t j, float* c, index_t c_stride) {
     constexpr int kVectors = Cols / 4;
     constexpr index_t kChunk = 32;  // steps between two prefetches of a row: a line of bf16
-    Vec4 sum[Rows][kVectors] = {};
+    Vec4 sum[std::size_t{Rows}][std::size_t{kVectors}] = {};
     for (int s = 0; s < segments.count; ++s) {
       const Segment<float>& segment = segments.at[s];
       const float* a = segment.a + i * segment.a_stride;
@@ -26,7 +26,7 @@ struct PortableMicrokernel : RegisterTiles<PortableMicrokernel, float, 4, 8, 32,
         const index_t stop = k + kChunk < segment.k ? k + kChunk : segment.k;
         if (s == 0) segments.ahead.prefetch(i, Rows, k, stop);
         for (; k < stop; ++k, b += kPanelCols) {
-          Vec4 line[kVectors];
+          Vec4 line[std::size_t{kVectors}];
           AMX_SFT_MOE_UNROLL
           for (int v = 0; v < kVectors; ++v) line[v] = load4(b + 4 * v);
           AMX_SFT_MOE_UNROLL
