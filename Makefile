@@ -12,12 +12,14 @@ NVTX_INCLUDE = $(shell $(BIN)/python -c "import nvidia, pathlib; \
   print(next((p.parent.parent for d in nvidia.__path__ for p in pathlib.Path(d).rglob('nvtx3/nvtx3.hpp')), ''))")
 SOURCES := $(shell find cmake include python pyproject.toml CMakeLists.txt -type f -not -name '*.pyc')
 
-.PHONY: finetune test test-cpp test-python test-full lint bench clean help
+.PHONY: finetune test test-cpp test-python test-full matrix qemu lint bench clean help
 
 help:
 	@echo "make finetune    LoRA fine-tuning of a small MoE language model on real text, offline"
 	@echo "make test        all C++ and Python tests"
-	@echo "make test-full   also sanitizers"
+	@echo "make test-full   also sanitizers, other compilers, other CPUs"
+	@echo "make matrix      a program by each compiler found, C++20 and C++23, strict warnings"
+	@echo "make qemu        one binary on emulated CPUs from SSE2 to AVX2"
 	@echo "make bench       GEMM forms and one operator step beside this machine's limits"
 	@echo "make lint        clang-format, ruff"
 
@@ -35,11 +37,20 @@ test-python: $(VENV)/installed test-cpp
 	AMX_EMULATOR_LIBRARY=$$(find $(abspath $(BUILD)) -name libamx_emulator.so | head -1) \
 	  $(BIN)/python -m pytest -q tests/python
 
-test-full: test lint
+test-full: test lint matrix qemu
 	$(BIN)/cmake -S . -B $(BUILD)-asan -G Ninja -DCMAKE_BUILD_TYPE=RelWithDebInfo \
 	  -DAMX_SFT_MOE_SANITIZE=address,undefined -DAMX_SFT_MOE_BENCHMARKS=OFF
 	$(BIN)/cmake --build $(BUILD)-asan -j $(JOBS)
 	OMP_WAIT_POLICY=passive $(BIN)/ctest --test-dir $(BUILD)-asan --output-on-failure -j $(JOBS)
+
+matrix qemu: $(VENV)/tools
+	@if [ $@ = qemu ] && ! command -v qemu-x86_64 >/dev/null; then \
+	  echo "installing qemu-user by apt"; \
+	  $(SUDO) apt-get update -q && $(SUDO) env DEBIAN_FRONTEND=noninteractive \
+	    apt-get install -y -q --no-install-recommends qemu-user || true; \
+	fi
+	$(BIN)/cmake -S . -B $(BUILD) -G Ninja -DAMX_SFT_MOE_NVTX_INCLUDE=$(NVTX_INCLUDE)
+	$(BIN)/ctest --test-dir $(BUILD) -C full -L $@ --verbose
 
 bench: $(VENV)/tools
 	$(BIN)/cmake -S . -B $(BUILD) -G Ninja -DAMX_SFT_MOE_NVTX_INCLUDE=$(NVTX_INCLUDE)

@@ -135,12 +135,14 @@ double tn_seconds(Operands<Kernel>& operands, const Shape& shape, index_t m, int
   });
 }
 
-void report(const char* kernel, const char* form, index_t m, double flop, double bytes, double seconds,
+// Peak and limit are of the kernel's own instructions.
+void report(std::string_view kernel, const char* form, index_t m, double flop, double bytes, double seconds,
             const Machine& machine) {
-  const double limit = std::max(flop / (machine.peak() * 1e9), bytes / (machine.bandwidth * 1e9));
+  const double peak = machine.peak_of_kernel(kernel);
+  const double limit = std::max(flop / (peak * 1e9), bytes / (machine.bandwidth * 1e9));
   std::printf("%-12s %-8s m=%-5lld %8.0f GFLOP/s  %4.0f %% of peak  %7.1f GB/s  %4.0f %% of the limit\n",
-              kernel, form, static_cast<long long>(m), flop / seconds * 1e-9,
-              100 * flop / seconds * 1e-9 / machine.peak(), bytes / seconds * 1e-9, 100 * limit / seconds);
+              kernel.data(), form, static_cast<long long>(m), flop / seconds * 1e-9,
+              100 * flop / seconds * 1e-9 / peak, bytes / seconds * 1e-9, 100 * limit / seconds);
 }
 
 #ifdef BENCH_HAS_ONEDNN

@@ -6,6 +6,7 @@
 #include <cstdio>
 #include <functional>
 #include <string>
+#include <string_view>
 #include <vector>
 
 #include "amx_sft_moe/amx_sft_moe.hpp"
@@ -26,6 +27,13 @@ inline double median(std::vector<double> values) {
   return values[values.size() / 2];
 }
 
+// Compilers do not see what inline assembly does: SSE code that runs with dirty upper halves waits for them.
+__attribute__((target("avx"))) inline void clear_upper_halves() {
+  __asm__ volatile("vzeroupper" ::
+                       : "xmm0", "xmm1", "xmm2", "xmm3", "xmm4", "xmm5", "xmm6", "xmm7", "xmm8", "xmm9",
+                         "xmm10", "xmm11", "xmm12", "xmm13", "xmm14", "xmm15");
+}
+
 // 24 independent accumulators: more than latency times rate of any CPU so far. The registers hold zeros.
 __attribute__((target("avx512f,avx512bf16"))) inline void dpbf16_loop(index_t rounds) {
   for (index_t i = 0; i < rounds; ++i) {
@@ -37,6 +45,7 @@ __attribute__((target("avx512f,avx512bf16"))) inline void dpbf16_loop(index_t ro
               "xmm12", "xmm13", "xmm14", "xmm15", "xmm16", "xmm17", "xmm18", "xmm19", "xmm20", "xmm21", "xmm22",
               "xmm23");
   }
+  clear_upper_halves();
 }
 
 __attribute__((target("avx512f"))) inline void fma512_loop(index_t rounds) {
@@ -48,6 +57,44 @@ __attribute__((target("avx512f"))) inline void fma512_loop(index_t rounds) {
             : "xmm0", "xmm1", "xmm2", "xmm3", "xmm4", "xmm5", "xmm6", "xmm7", "xmm8", "xmm9", "xmm10", "xmm11",
               "xmm12", "xmm13", "xmm14", "xmm15", "xmm16", "xmm17", "xmm18", "xmm19", "xmm20", "xmm21", "xmm22",
               "xmm23");
+  }
+  clear_upper_halves();
+}
+
+// As many as the 16 registers of VEX and SSE encodings allow. They are set to zero: denormal numbers left in them
+// would be slow.
+__attribute__((target("avx2,fma"))) inline void fma256_loop(index_t rounds) {
+  __asm__ volatile("vzeroall" ::
+                       : "xmm0", "xmm1", "xmm2", "xmm3", "xmm4", "xmm5", "xmm6", "xmm7", "xmm8", "xmm9",
+                         "xmm10", "xmm11", "xmm12", "xmm13", "xmm14", "xmm15");
+  for (index_t i = 0; i < rounds; ++i) {
+    __asm__ volatile(
+        ".irp r,0,1,2,3,4,5,6,7,8,9,10,11\n\t"
+        "vfmadd231ps %%ymm14, %%ymm15, %%ymm\\r\n\t"
+        ".endr" ::
+            : "xmm0", "xmm1", "xmm2", "xmm3", "xmm4", "xmm5", "xmm6", "xmm7", "xmm8", "xmm9", "xmm10", "xmm11");
+  }
+  clear_upper_halves();
+}
+
+// SSE2 has no FMA: as many multiplications as additions, independent of each other.
+inline void sse2_loop(index_t rounds) {
+  __asm__ volatile(
+      ".irp r,0,1,2,3,4,5,6,7,8,9,10,11,12,13,15\n\t"
+      "xorps %%xmm\\r, %%xmm\\r\n\t"
+      ".endr" ::
+          : "xmm0", "xmm1", "xmm2", "xmm3", "xmm4", "xmm5", "xmm6", "xmm7", "xmm8", "xmm9", "xmm10", "xmm11",
+            "xmm12", "xmm13", "xmm15");
+  for (index_t i = 0; i < rounds; ++i) {
+    __asm__ volatile(
+        ".irp r,0,1,2,3,4,5,6\n\t"
+        "addps %%xmm15, %%xmm\\r\n\t"
+        ".endr\n\t"
+        ".irp r,7,8,9,10,11,12,13\n\t"
+        "mulps %%xmm15, %%xmm\\r\n\t"
+        ".endr" ::
+            : "xmm0", "xmm1", "xmm2", "xmm3", "xmm4", "xmm5", "xmm6", "xmm7", "xmm8", "xmm9", "xmm10", "xmm11",
+              "xmm12", "xmm13");
   }
 }
 
@@ -81,10 +128,20 @@ inline float read_all(const float* data, index_t count) {
 }
 
 struct Machine {
-  double dpbf16 = 0, fma512 = 0, tdpbf16 = 0;  // GFLOP/s, 0 where there is no such instruction
-  double bandwidth = 0;                        // GB/s
+  // GFLOP/s, 0 where there is no such instruction
+  double dpbf16 = 0, fma512 = 0, tdpbf16 = 0, fma256 = 0, sse2 = 0;
+  double bandwidth = 0;  // GB/s
 
-  double peak() const { return std::max({dpbf16, fma512, tdpbf16}); }
+  double peak() const { return std::max({dpbf16, fma512, tdpbf16, fma256, sse2}); }
+  // Of the instructions that a kernel is made of.
+  double peak_of_kernel(std::string_view kernel) const {
+    if (kernel == "amx_bf16") return tdpbf16;
+    if (kernel == "avx512_bf16") return dpbf16;
+    if (kernel == "avx512") return fma512;
+    if (kernel == "avx2") return fma256;
+    if (kernel == "portable") return sse2;
+    return peak();
+  }
 };
 
 inline double peak_of(int threads, double flop_per_round, const std::function<void(index_t)>& loop) {
@@ -126,6 +183,8 @@ inline Machine measure_machine(int threads) {
   const auto cpu = amx_sft_moe::arch::cpu_features();
   if (cpu.avx512_bf16) machine.dpbf16 = peak_of(threads, 24 * 64, dpbf16_loop);
   if (cpu.avx512) machine.fma512 = peak_of(threads, 24 * 32, fma512_loop);
+  if (cpu.avx2) machine.fma256 = peak_of(threads, 12 * 16, fma256_loop);
+  machine.sse2 = peak_of(threads, 14 * 4, sse2_loop);
   if (amx_sft_moe::kernels::AmxBf16::available() && !cpu.amx_emulated) {
     machine.tdpbf16 = peak_of(threads, 4.0 * 16 * 16 * 64, tdpbf16_loop);
   }
@@ -135,8 +194,10 @@ inline Machine measure_machine(int threads) {
 
 inline void print(const Machine& machine, int threads) {
   std::printf(
-      "machine, %d threads: VDPBF16PS %.0f, fp32 FMA (zmm) %.0f, TDPBF16PS %.0f GFLOP/s; reads %.1f GB/s\n",
-      threads, machine.dpbf16, machine.fma512, machine.tdpbf16, machine.bandwidth);
+      "machine, %d threads: VDPBF16PS %.0f, fp32 FMA (zmm) %.0f, fp32 FMA (ymm) %.0f, SSE2 mul + add %.0f, "
+      "TDPBF16PS %.0f GFLOP/s; reads %.1f GB/s\n",
+      threads, machine.dpbf16, machine.fma512, machine.fma256, machine.sse2, machine.tdpbf16,
+      machine.bandwidth);
 }
 
 }  // namespace bench

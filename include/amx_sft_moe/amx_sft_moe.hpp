@@ -27,6 +27,7 @@
 #include "amx_sft_moe/core/views.hpp"
 #include "amx_sft_moe/gemm/forms.hpp"
 #include "amx_sft_moe/kernels/amx_bf16.hpp"
+#include "amx_sft_moe/kernels/avx2.hpp"
 #include "amx_sft_moe/kernels/avx512.hpp"
 #include "amx_sft_moe/kernels/avx512_bf16.hpp"
 #include "amx_sft_moe/kernels/kernel_list.hpp"

@@ -1,8 +1,8 @@
-"""The operator as a differentiable function of x, the routing weights and the LoRA factors.
+"""The operator as a differentiable function of x, the routing weights, the LoRA factors and the biases.
 
 Everything that backward needs goes through ``save_for_backward``: gradient checkpointing of both kinds,
-saved-tensor hooks and double-use checks work, and activations die with the graph. LoRA factors are ordinary
-inputs, so hooks, clipping, DDP, FSDP and GradScaler see their gradients.
+saved-tensor hooks and double-use checks work, and activations die with the graph. LoRA factors and biases are
+ordinary inputs, so hooks, clipping, DDP, FSDP and GradScaler see their gradients.
 """
 
 from __future__ import annotations
@@ -17,10 +17,11 @@ from torch.autograd.function import once_differentiable
 from torch.autograd.profiler import record_function
 
 from amx_sft_moe import _core
-from amx_sft_moe.layer import FrozenExperts
+from amx_sft_moe.layer import ExpertBiases, FrozenExperts
 
-_NO_FACTORS = (None,) * 6
-# Positions of x, routing_weights and the first factor among the inputs of _Experts.
+_NUM_FACTORS = 6
+_NO_FACTORS = (None,) * _NUM_FACTORS
+# Positions of x, routing_weights and the first factor among the inputs of _Experts; biases follow the factors.
 _X, _ROUTING_WEIGHTS, _FACTORS = 2, 4, 5
 
 
@@ -56,36 +57,45 @@ class _Experts(torch.autograd.Function):
         x: torch.Tensor,
         expert_ids: torch.Tensor,
         routing_weights: torch.Tensor,
-        *factors: torch.Tensor | None,
+        *parameters: torch.Tensor | None,
     ) -> torch.Tensor:
         with _range("amx_sft_moe.forward"):
-            core_lora = _core.LoraFactors(lora.shared_a, [_by_expert(f) for f in factors], lora.scaling)
-            y, saved = experts.operator().forward_saved(x, expert_ids, routing_weights, core_lora, True)
+            y, saved = experts.operator().forward_saved(
+                x, expert_ids, routing_weights, *_for_core(lora.shared_a, lora.scaling, parameters), True
+            )
         # Only what is no tensor may hang on ctx: the rest would outlive its layer under checkpointing.
         ctx.experts = experts
         ctx.lora = (lora.shared_a, lora.scaling)
-        ctx.save_for_backward(x, expert_ids, routing_weights, saved, *factors)
+        ctx.save_for_backward(x, expert_ids, routing_weights, saved, *parameters)
         return y
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_y: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        x, expert_ids, routing_weights, saved, *factors = ctx.saved_tensors
-        shared_a, scaling = ctx.lora
+        x, expert_ids, routing_weights, saved, *parameters = ctx.saved_tensors
         needs = ctx.needs_input_grad
         wanted = [needs[_X], needs[_ROUTING_WEIGHTS], *needs[_FACTORS:]]
         with _range("amx_sft_moe.backward"):
-            grad_x, grad_weights, *grad_factors = ctx.experts.operator().backward_saved(
+            grad_x, grad_weights, *grads = ctx.experts.operator().backward_saved(
                 x,
                 expert_ids,
                 routing_weights,
                 saved,
                 _adjacent(grad_y),
-                _core.LoraFactors(shared_a, [_by_expert(f) for f in factors], scaling),
+                *_for_core(*ctx.lora, parameters),
                 wanted,
             )
-            grad_factors = [_laid_out_like(f, grad) for f, grad in zip(factors, grad_factors, strict=True)]
-        return None, None, grad_x, None, grad_weights, *grad_factors
+            factors = zip(parameters[:_NUM_FACTORS], grads, strict=False)
+            grads[:_NUM_FACTORS] = [_laid_out_like(factor, grad) for factor, grad in factors]
+        return None, None, grad_x, None, grad_weights, *grads
+
+
+def _for_core(
+    shared_a: bool, scaling: Sequence[float], parameters: Sequence[torch.Tensor | None]
+) -> tuple[_core.LoraFactors, _core.Biases]:
+    """Six factors and four biases as the operator takes them."""
+    factors = [_by_expert(factor) for factor in parameters[:_NUM_FACTORS]]
+    return _core.LoraFactors(shared_a, factors, scaling), _core.Biases(parameters[_NUM_FACTORS:])
 
 
 def _adjacent(tensor: torch.Tensor) -> torch.Tensor:
@@ -128,9 +138,10 @@ def sft_moe(
     expert_ids: torch.Tensor,
     routing_weights: torch.Tensor,
     lora: LoraFactors = _NO_LORA,
+    biases: ExpertBiases | None = None,
 ) -> torch.Tensor:
-    """Experts' output y ``[T, H]`` of the dtype of x, differentiable with respect to x, routing weights and
-    factors.
+    """Experts' output y ``[T, H]`` of the dtype of x, differentiable with respect to x, routing weights,
+    factors and biases.
 
     Gradients have the dtype of what they are of, and only those needed are computed. Where nothing requires a
     gradient, or under ``torch.no_grad()``, nothing is saved. Not differentiable twice.
@@ -142,17 +153,18 @@ def sft_moe(
         expert_ids: ``[T, k]`` int64 or int32; an id outside ``[0, E)`` skips the route.
         routing_weights: ``[T, k]`` float32 or bfloat16.
         lora: the LoRA factors of this call.
+        biases: the biases of this call, in place of those of ``experts``.
 
     Raises:
         ArgumentError, TypeError: an argument does not fit. StateError: the thread's workspace is in use.
     """
     x = _adjacent(x) if x.dim() == 2 else x
     routing_weights = _adjacent(routing_weights) if routing_weights.dim() == 2 else routing_weights
+    parameters = (*lora.factors, *(experts.biases if biases is None else biases).tensors())
     if torch.is_grad_enabled():
         experts.require_frozen()
-        inputs = (x, routing_weights, *lora.factors)
-        if any(tensor is not None and tensor.requires_grad for tensor in inputs):
-            return _Experts.apply(experts, lora, x, expert_ids, routing_weights, *lora.factors)
+        if any(t is not None and t.requires_grad for t in (x, routing_weights, *parameters)):
+            return _Experts.apply(experts, lora, x, expert_ids, routing_weights, *parameters)
     with _range("amx_sft_moe.forward"):
-        core_lora = _core.LoraFactors(lora.shared_a, [_by_expert(f) for f in lora.factors], lora.scaling)
-        return experts.operator().forward_saved(x, expert_ids, routing_weights, core_lora, False)[0]
+        core_parameters = _for_core(lora.shared_a, lora.scaling, parameters)
+        return experts.operator().forward_saved(x, expert_ids, routing_weights, *core_parameters, False)[0]

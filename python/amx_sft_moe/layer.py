@@ -6,6 +6,7 @@ from __future__ import annotations
 import threading
 import weakref
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -23,6 +24,25 @@ def require_frozen(name: str, weight: torch.Tensor) -> None:
             f"{name}: expected a base weight that requires no gradient (gradients of base weights are not "
             "computed), got requires_grad=True"
         )
+
+
+@dataclass(frozen=True)
+class ExpertBiases:
+    """Biases of the projections: ``gate_bias [E, I]``, ``up_bias [E, I]``, ``down_bias [E, H]``; or
+    ``gate_up_bias [E, 2I]``, gate entries first, in place of the first two. ``None`` where there is none.
+
+    bfloat16 or float32, whatever the weights are, of any strides: gpt-oss's interleaved bias is
+    ``gate_bias=b[:, ::2]``, ``up_bias=b[:, 1::2]``.
+    """
+
+    gate_bias: torch.Tensor | None = None
+    up_bias: torch.Tensor | None = None
+    down_bias: torch.Tensor | None = None
+    gate_up_bias: torch.Tensor | None = None
+
+    def tensors(self) -> tuple[torch.Tensor | None, ...]:
+        """All four, in the order of the fields."""
+        return self.gate_bias, self.up_bias, self.down_bias, self.gate_up_bias
 
 
 class _ThreadState(threading.local):
@@ -45,6 +65,8 @@ class FrozenExperts:
 
     The tensors are kept, not copied. A parameter whose memory moves (``.to()``, FSDP, merging) is noticed at
     the next use. Weights that require a gradient are refused where one would be recorded: it is not computed.
+
+    ``biases`` need not be frozen: those that require a gradient receive one.
     """
 
     def __init__(
@@ -55,6 +77,7 @@ class FrozenExperts:
         gate_up_proj: torch.Tensor | None = None,
         gate_proj: torch.Tensor | None = None,
         up_proj: torch.Tensor | None = None,
+        biases: ExpertBiases | None = None,
         activation: str | Mapping[str, Any] = "silu",
         kernel: str = "auto",
         num_threads: int | None = None,
@@ -74,8 +97,11 @@ class FrozenExperts:
         if "down_proj" not in self._weights:
             raise TypeError("down_proj: expected a torch.Tensor, got None")
         self.num_experts, self.hidden_size, self.intermediate_size = down_proj.shape
+        self.biases = ExpertBiases() if biases is None else biases
+        if not isinstance(self.biases, ExpertBiases):
+            raise TypeError(f"biases: expected ExpertBiases, got {type(biases).__name__}")
         self.top_k = as_int("top_k", top_k, 1)
-        name, limit, alpha = parse_activation(activation)
+        self.activation, limit, alpha = parse_activation(activation)
         self._options = {
             "num_experts": self.num_experts,
             "top_k": self.top_k,
@@ -84,7 +110,7 @@ class FrozenExperts:
             "lora_alpha": None,
             "max_tokens": None,
             "cache_depth": 1,
-            "activation": name,
+            "activation": self.activation,
             "limit": limit,
             "alpha": alpha,
             "kernel": kernel,
@@ -114,6 +140,7 @@ class FrozenExperts:
             weights.get("up_proj"),
             weights.get("down_proj"),
             weights.get("gate_up_proj"),
+            _core.Biases(self.biases.tensors()),
         )
         state.operators[self] = (made, addresses)
         return made

@@ -13,12 +13,14 @@ import torch
 from torch import nn
 
 from amx_sft_moe.autograd import LoraFactors, sft_moe
-from amx_sft_moe.layer import FrozenExperts, require_frozen
+from amx_sft_moe.errors import ArgumentError
+from amx_sft_moe.layer import ExpertBiases, FrozenExperts, require_frozen
 from amx_sft_moe.sft_moe import as_float, as_int
 
-__all__ = ["FrozenExperts", "LoraFactors", "SftMoeExperts", "sft_moe"]
+__all__ = ["ExpertBiases", "FrozenExperts", "LoraFactors", "SftMoeExperts", "sft_moe"]
 
 _BASE_NAMES = ("gate_up_proj", "gate_proj", "up_proj", "down_proj")
+_BIAS_NAMES = ("gate_bias", "up_bias", "down_bias", "gate_up_bias")
 _SEPARATE = ("gate_lora_a", "gate_lora_b", "up_lora_a", "up_lora_b", "down_lora_a", "down_lora_b")
 _SHARED = ("gate_up_lora_a", "gate_up_lora_b", None, None, "down_lora_a", "down_lora_b")
 
@@ -32,13 +34,16 @@ class SftMoeExperts(nn.Module):
     Parameters of the module: ``gate_up_proj`` or ``gate_proj`` and ``up_proj``, ``down_proj``; the factors
     ``gate_lora_a [E, r, H]``, ``gate_lora_b [E, I, r]``, ``up_lora_a``, ``up_lora_b``, ``down_lora_a [E, r,
     I]``, ``down_lora_b [E, H, r]``, or with ``shared_lora_a`` ``gate_up_lora_a [E, r, H]``, ``gate_up_lora_b
-    [E, 2I, r]``.
+    [E, 2I, r]``; the biases that were given.
 
     Args:
         top_k: routes per token.
         gate_up_proj: ``[E, 2I, H]``, gate rows first; or
         gate_proj, up_proj: ``[E, I, H]`` each.
         down_proj: ``[E, H, I]``. All bfloat16, or all float32, in CPU memory.
+        gate_bias, up_bias: ``[E, I]``, or gate_up_bias: ``[E, 2I]``, gate entries first.
+        down_bias: ``[E, H]``. Biases are bfloat16 or float32. One that requires a gradient (an ``nn.Parameter``
+            does unless told otherwise) is trained; the others stay as they are.
         lora_rank: r; 0 for no adapter.
         lora_alpha: the scaling is ``lora_alpha / lora_rank``; ``None`` means 1.
         shared_lora_a: gate and up share one A, as in PEFT's adapters of fused experts.
@@ -57,6 +62,10 @@ class SftMoeExperts(nn.Module):
         gate_up_proj: torch.Tensor | None = None,
         gate_proj: torch.Tensor | None = None,
         up_proj: torch.Tensor | None = None,
+        gate_bias: torch.Tensor | None = None,
+        up_bias: torch.Tensor | None = None,
+        down_bias: torch.Tensor | None = None,
+        gate_up_bias: torch.Tensor | None = None,
         lora_rank: int = 0,
         lora_alpha: float | None = None,
         shared_lora_a: bool = False,
@@ -78,6 +87,8 @@ class SftMoeExperts(nn.Module):
             if weight is not None:
                 require_frozen(name, weight)
             self.register_parameter(name, None if weight is None else nn.Parameter(weight, requires_grad=False))
+        for name, bias in zip(_BIAS_NAMES, (gate_bias, up_bias, down_bias, gate_up_bias), strict=True):
+            self.register_parameter(name, None if bias is None else _as_parameter(name, bias))
         self._experts: FrozenExperts | None = None
         frozen = self.experts()  # refuses shapes and dtypes that do not fit
         self.num_experts, self.hidden_size, self.intermediate_size = (
@@ -121,11 +132,16 @@ class SftMoeExperts(nn.Module):
         return 1.0 if self.lora_alpha is None or self.lora_rank == 0 else self.lora_alpha / self.lora_rank
 
     def experts(self) -> FrozenExperts:
-        """The base weights as the operator sees them; made anew where a parameter was replaced."""
+        """Base weights and biases as the operator sees them; made anew where a parameter was replaced."""
         weights = {name: weight for name in _BASE_NAMES if (weight := getattr(self, name)) is not None}
+        biases = ExpertBiases(*[getattr(self, name) for name in _BIAS_NAMES])
         found = self._experts
-        if found is None or any(weights.get(name) is not weight for name, weight in found.weights.items()):
-            found = FrozenExperts(top_k=self.top_k, **weights, **self._options)
+        if (
+            found is None
+            or any(weights.get(name) is not weight for name, weight in found.weights.items())
+            or any(a is not b for a, b in zip(biases.tensors(), found.biases.tensors(), strict=True))
+        ):
+            found = FrozenExperts(top_k=self.top_k, biases=biases, **weights, **self._options)
             self._experts = found
         return found
 
@@ -153,3 +169,16 @@ class SftMoeExperts(nn.Module):
             f"intermediate_size={self.intermediate_size}, lora_rank={self.lora_rank}, "
             f"scaling={self.scaling:g}"
         )
+
+
+def _as_parameter(name: str, bias: torch.Tensor) -> nn.Parameter:
+    if isinstance(bias, nn.Parameter):
+        return bias
+    if not isinstance(bias, torch.Tensor):
+        raise TypeError(f"{name}: expected a torch.Tensor, got {type(bias).__name__}")
+    if not bias.is_leaf:
+        raise ArgumentError(
+            f"{name}: expected a leaf tensor, got the result of an operation, which the module would cut off "
+            "from its graph (call sft_moe with biases= instead)"
+        )
+    return nn.Parameter(bias, requires_grad=bias.requires_grad)

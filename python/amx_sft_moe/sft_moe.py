@@ -26,7 +26,20 @@ GRADIENT_NAMES = (
     "down_lora_b",
     "gate_up_lora_a",
     "gate_up_lora_b",
+    "gate_bias",
+    "up_bias",
+    "down_bias",
+    "gate_up_bias",
 )
+
+# As users write them, and as _core names them; gpt_oss alone has constants.
+_ACTIVATIONS = {
+    "silu": "silu",
+    "gelu": "gelu",
+    "gelu_tanh": "gelu_tanh",
+    "gelu_pytorch_tanh": "gelu_tanh",
+    "gpt_oss": "gpt_oss",
+}
 
 # The published gpt-oss constants (model card and reference implementation).
 _GPT_OSS_LIMIT = 7.0
@@ -56,9 +69,10 @@ def parse_activation(activation: str | Mapping[str, Any]) -> tuple[str, float, f
     """``(name, limit, alpha)`` of an activation given as a name or as a mapping with ``limit`` and
     ``alpha``."""
     if isinstance(activation, str):
-        if activation not in ("silu", "gpt_oss"):
-            raise ArgumentError(f'activation: expected "silu" or "gpt_oss", got "{activation}"')
-        return activation, _GPT_OSS_LIMIT, _GPT_OSS_ALPHA
+        if activation not in _ACTIVATIONS:
+            names = ", ".join(f'"{name}"' for name in _ACTIVATIONS)
+            raise ArgumentError(f'activation: expected one of {names}, got "{activation}"')
+        return _ACTIVATIONS[activation], _GPT_OSS_LIMIT, _GPT_OSS_ALPHA
     if not isinstance(activation, Mapping):
         raise TypeError(f"activation: expected a str or a mapping, got {type(activation).__name__}")
     unknown = set(activation) - {"name", "limit", "alpha"}
@@ -90,6 +104,8 @@ class Gradients:
         gate_lora_a, gate_lora_b, up_lora_a, up_lora_b, down_lora_a, down_lora_b: shape and dtype of the
             factors.
         gate_up_lora_a, gate_up_lora_b: instead of the gate and up ones where gate and up share one A.
+        gate_bias, up_bias ``[E, I]``, down_bias ``[E, H]``, or gate_up_bias ``[E, 2I]``: of the biases that
+            the operator has, where they were asked for, in the biases' dtypes.
     """
 
     __slots__ = GRADIENT_NAMES
@@ -104,6 +120,10 @@ class Gradients:
     down_lora_b: Tensor | None
     gate_up_lora_a: Tensor | None
     gate_up_lora_b: Tensor | None
+    gate_bias: Tensor | None
+    up_bias: Tensor | None
+    down_bias: Tensor | None
+    gate_up_bias: Tensor | None
 
     def __init__(self, **tensors: Tensor) -> None:
         for name in GRADIENT_NAMES:
@@ -145,7 +165,8 @@ class SftMoe:
         lora_alpha: LoRA scaling is ``lora_alpha / r``; ``None`` means a scaling of 1.
         max_tokens: more tokens in a call are refused; ``None``: buffers grow.
         cache_depth: how many forwards may wait for their backward.
-        activation: ``"silu"`` (SiLU-GLU), ``"gpt_oss"``, or a mapping ``{"limit": 7.0, "alpha": 1.702}`` for
+        activation: of the gate, ``act(g) u``: ``"silu"``, ``"gelu"`` (by erf), ``"gelu_tanh"`` (also called
+            ``"gelu_pytorch_tanh"``); or ``"gpt_oss"``, or a mapping ``{"limit": 7.0, "alpha": 1.702}``, for
             gpt-oss's clamped form.
         kernel: ``"auto"`` (the environment variable ``AMX_SFT_MOE_KERNEL`` if set, else the best available)
             or a name that :func:`amx_sft_moe.info` lists.
@@ -223,22 +244,39 @@ class SftMoe:
         down_proj: Tensor | Sequence[Tensor] | None = None,
         *,
         gate_up_proj: Tensor | Sequence[Tensor] | None = None,
+        gate_bias: Tensor | None = None,
+        up_bias: Tensor | None = None,
+        down_bias: Tensor | None = None,
+        gate_up_bias: Tensor | None = None,
     ) -> None:
-        """Sets the frozen base weights: views of the given tensors, which are kept alive and must stay in
-        place.
+        """Sets the frozen base weights, and biases where the projections have them. The tensors are kept alive
+        and not copied; those of weights must stay in place.
 
         Each weight is one stacked tensor or a list of one matrix per expert, read-only memory maps included.
         All are bfloat16, or all float32, which selects fp32 kernels. Rows and experts may be strided; the
         elements of a row are adjacent. In-place changes are seen by the next call; call again when a tensor's
         memory moves.
 
+        Biases are bfloat16 or float32, whatever the weights are, of any strides: gpt-oss's interleaved
+        ``gate_up_proj_bias`` is ``gate_bias=b[:, ::2]``, ``up_bias=b[:, 1::2]``. They are read anew in every
+        call. A projection without a bias has none; a call without them removes them.
+
         Args:
             gate_proj: ``[E, I, H]``.
             up_proj: ``[E, I, H]``.
             down_proj: ``[E, H, I]``.
             gate_up_proj: ``[E, 2I, H]``, gate rows first, instead of ``gate_proj`` and ``up_proj``.
+            gate_bias, up_bias: ``[E, I]``.
+            down_bias: ``[E, H]``.
+            gate_up_bias: ``[E, 2I]``, gate entries first, instead of ``gate_bias`` and ``up_bias``, with either
+                form of the weights.
+
+        Raises:
+            ArgumentError, TypeError: an argument does not fit. StateError: another dtype while forwards wait
+                for their backward.
         """
-        self._core.set_base(gate_proj, up_proj, down_proj, gate_up_proj)
+        biases = _core.Biases((gate_bias, up_bias, down_bias, gate_up_bias))
+        self._core.set_base(gate_proj, up_proj, down_proj, gate_up_proj, biases)
 
     def set_lora(
         self,
@@ -318,22 +356,25 @@ class SftMoe:
         out: Gradients | Mapping[str, Tensor] | None = None,
         *,
         skip: Iterable[str] = (),
+        bias_gradients: bool = False,
     ) -> Gradients:
         """Pops the last saved forward and computes its gradients. A refused call keeps the entry.
 
         Args:
             grad_y: ``[T, H]`` bfloat16 or float32.
-            accumulate: add the LoRA gradients to what ``out`` holds instead of overwriting. ``grad_x`` and
-                ``grad_routing_weights`` are always overwritten.
-            scale: multiplied into this call's contribution to the LoRA gradients.
+            accumulate: add the gradients of factors and biases to what ``out`` holds instead of overwriting.
+                ``grad_x`` and ``grad_routing_weights`` are always overwritten.
+            scale: multiplied into this call's contribution to the gradients of factors and biases.
             out: tensors that receive gradients, by name; what it does not name is allocated. With
-                ``accumulate`` it must name every LoRA gradient that is not skipped.
+                ``accumulate`` it must name every gradient of a factor, and of a bias that is wanted, unless
+                skipped.
             skip: names of gradients that are not wanted and not computed, such as ``"grad_x"`` in a first
                 layer.
+            bias_gradients: compute the gradients of all biases, not only of those that ``out`` names.
 
         Returns:
-            Gradients: LoRA gradients in the factors' shapes and dtypes. Experts without tokens get exact
-                zeros.
+            Gradients: those of factors and biases in the parameters' shapes and dtypes. Experts without tokens
+                get exact zeros.
         """
         given = out.as_dict() if isinstance(out, Gradients) else out
         if given is None:
@@ -348,8 +389,10 @@ class SftMoe:
         unknown = skipped - set(GRADIENT_NAMES)
         if unknown:
             raise ArgumentError(f"skip: expected names out of {GRADIENT_NAMES}, got {sorted(unknown)}")
-        tensors = self._core.backward(grad_y, bool(accumulate), as_float("scale", scale), given, skipped)
-        return Gradients(**tensors)
+        scale = as_float("scale", scale)
+        return Gradients(
+            **self._core.backward(grad_y, bool(accumulate), scale, given, skipped, bool(bias_gradients))
+        )
 
     def clear(self) -> None:
         """Forgets all forwards that wait for their backward."""

@@ -12,11 +12,15 @@ using amx_sft_moe::Activation;
 using amx_sft_moe::ArgumentError;
 using amx_sft_moe::ClampedGlu;
 using amx_sft_moe::Config;
+using amx_sft_moe::GeluGlu;
+using amx_sft_moe::GeluTanhGlu;
 using amx_sft_moe::index_t;
 using amx_sft_moe::KernelError;
 using amx_sft_moe::SiluGlu;
 using amx_sft_moe::StateError;
+using amx_sft_moe::python::BiasObjects;
 using amx_sft_moe::python::Factor;
+using amx_sft_moe::python::kBiasCount;
 using amx_sft_moe::python::kFactorCount;
 using amx_sft_moe::python::LoraObjects;
 using amx_sft_moe::python::Operator;
@@ -55,8 +59,11 @@ void register_errors() {
 // (name, limit, alpha); the two numbers only matter to "gpt_oss".
 Activation activation_of(const std::string& name, float limit, float alpha) {
   if (name == "silu") return SiluGlu{};
+  if (name == "gelu") return GeluGlu{};
+  if (name == "gelu_tanh") return GeluTanhGlu{};
   if (name == "gpt_oss") return ClampedGlu{limit, alpha};
-  throw ArgumentError("activation: expected \"silu\" or \"gpt_oss\", got \"" + name + "\"");
+  throw ArgumentError("activation: expected \"silu\", \"gelu\", \"gelu_tanh\" or \"gpt_oss\", got \"" + name +
+                      "\"");
 }
 
 LoraObjects lora_objects(bool shared_a, const py::sequence& factors,
@@ -68,6 +75,12 @@ LoraObjects lora_objects(bool shared_a, const py::sequence& factors,
   return made;
 }
 
+BiasObjects bias_objects(const py::sequence& tensors) {
+  BiasObjects made;
+  for (std::size_t b = 0; b < kBiasCount; ++b) made.tensors[b] = tensors[b];
+  return made;
+}
+
 void bind_operator(py::module_& m) {
   using std::optional;
   py::class_<SharedWorkspace>(m, "Workspace",
@@ -76,6 +89,9 @@ void bind_operator(py::module_& m) {
 
   py::class_<LoraObjects>(m, "LoraFactors")
       .def(py::init(&lora_objects), py::arg("shared_a"), py::arg("factors"), py::arg("scaling"));
+
+  // gate_bias, up_bias, down_bias, gate_up_bias
+  py::class_<BiasObjects>(m, "Biases").def(py::init(&bias_objects), py::arg("tensors"));
 
   py::class_<Operator>(m, "SftMoe")
       .def(py::init([](index_t num_experts, index_t top_k, index_t hidden_size, index_t intermediate_size,

@@ -9,8 +9,8 @@
 #include <string>
 
 #include "base_weights.hpp"
+#include "call_tensors.hpp"
 #include "kernels.hpp"
-#include "lora_tensors.hpp"
 
 namespace amx_sft_moe::python {
 
@@ -42,24 +42,27 @@ class Operator {
   Operator(const Config& config, std::string kernel, std::optional<float> lora_alpha,
            const std::optional<SharedWorkspace>& workspace, py::object provider);
 
-  void set_base(py::handle gate_proj, py::handle up_proj, py::handle down_proj, py::handle gate_up_proj);
+  void set_base(py::handle gate_proj, py::handle up_proj, py::handle down_proj, py::handle gate_up_proj,
+                const BiasObjects& biases);
   void set_lora(const LoraObjects& lora);
 
   // On the operator's own stack. `out` is None or y; returns y.
   py::object forward_sft(py::handle x, py::handle expert_ids, py::handle routing_weights,
                          bool save_for_backward, py::handle out);
-  // `out` maps names to tensors, `skip` holds names that are not to be computed. Returns a dict of names to
-  // tensors.
-  py::dict backward(py::handle grad_y, bool accumulate, float scale, const py::dict& out, const py::set& skip);
+  // `out` maps names to tensors, `skip` holds names that are not to be computed; biases' gradients are
+  // computed where `out` has them or `bias_gradients` asks for all. Returns a dict of names to tensors.
+  py::dict backward(py::handle grad_y, bool accumulate, float scale, const py::dict& out, const py::set& skip,
+                    bool bias_gradients);
 
-  // With activations that the caller owns, and LoRA factors that live for this call. Returns (y, saved);
-  // `saved` is one flat tensor, or None where nothing is to be saved.
+  // With activations that the caller owns, and parameters that live for this call. Returns (y, saved); `saved`
+  // is one flat tensor, or None where nothing is to be saved.
   py::tuple forward_saved(py::handle x, py::handle expert_ids, py::handle routing_weights,
-                          const LoraObjects& lora, bool save);
-  // `needs` says which of grad_x, grad_routing_weights and the six factors' gradients are wanted; returns these
-  // eight, None where not wanted. grad_x has the element type of x.
+                          const LoraObjects& lora, const BiasObjects& biases, bool save);
+  // `needs` says which gradients are wanted; returns them in that order, None where not wanted. grad_x has the
+  // element type of x.
   py::tuple backward_saved(py::handle x, py::handle expert_ids, py::handle routing_weights, py::handle saved,
-                           py::handle grad_y, const LoraObjects& lora, const std::array<bool, 8>& needs);
+                           py::handle grad_y, const LoraObjects& lora, const BiasObjects& biases,
+                           const std::array<bool, kGradientCount>& needs);
 
   void clear();
   index_t saved_depth();
@@ -71,13 +74,9 @@ class Operator {
   const Config& config() const { return config_; }
 
  private:
-  // What the stack of the library does not know about an entry: the kind of its tensors.
-  struct Entry {
-    index_t tokens;
-    DType x, routing_weights;
-  };
-
   AnySftMoe& ready();
+  // Hands the parameters of one call to the library. Needs no GIL.
+  void use(const ParameterTensors& parameters);
 
   const Config config_;
   const std::string requested_kernel_;
@@ -87,8 +86,8 @@ class Operator {
   const std::shared_ptr<Workspace> workspace_;
   std::unique_ptr<AnySftMoe> moe_;
   BaseTensors base_;
-  LoraObjects lora_;
-  std::deque<Entry> entries_;
+  ParameterObjects parameters_;
+  std::deque<GradientTypes> entries_;  // of the stack: what the library does not know about its entries
   std::atomic_flag in_use_ = ATOMIC_FLAG_INIT;
 };
 

@@ -254,6 +254,15 @@ void require_writable(const Tensor& tensor, std::string_view argument) {
     throw ArgumentError(concat(argument, ": expected a writable tensor, got a read-only one"));
 }
 
+void require_apart(const Tensor& tensor, std::string_view argument) {
+  for (int d = 0; d < tensor.dims; ++d) {
+    const auto i = static_cast<std::size_t>(d);
+    if (tensor.shape[i] > 1 && tensor.strides[i] == 0) {
+      refuse_strides(tensor, argument, "elements that do not overlap");
+    }
+  }
+}
+
 template <class View>
 View typed_view(const Tensor& tensor, index_t offset, auto... extents) {
   if (tensor.element == ElementType::kBf16) return View(static_cast<bf16*>(tensor.data) + offset, extents...);
@@ -367,6 +376,18 @@ AnyMatrix output_matrix(const Tensor& tensor, std::string_view argument, index_t
   return typed_view<AnyMatrix>(tensor, 0, tensor.shape[0], tensor.shape[1], row_stride);
 }
 
+AnyConstMatrix input_columns(const Tensor& tensor, index_t col_begin, index_t cols) {
+  return typed_view<AnyConstMatrix>(tensor, col_begin * tensor.strides[1], tensor.shape[0], cols,
+                                    tensor.strides[0], tensor.strides[1]);
+}
+
+AnyMatrix output_columns(const Tensor& tensor, std::string_view argument, index_t col_begin, index_t cols) {
+  require_writable(tensor, argument);
+  require_apart(tensor, argument);
+  return typed_view<AnyMatrix>(tensor, col_begin * tensor.strides[1], tensor.shape[0], cols, tensor.strides[0],
+                               tensor.strides[1]);
+}
+
 ExpertIds input_ids(const Tensor& tensor, std::string_view argument, index_t rows, index_t cols,
                     std::vector<std::int64_t>& storage) {
   if (tensor.element != ElementType::kInt64 && tensor.element != ElementType::kInt32) {
@@ -399,12 +420,7 @@ AnyConstExpertTensor input_experts(const Tensor& tensor, index_t row_begin, inde
 AnyExpertTensor output_experts(const Tensor& tensor, std::string_view argument, index_t row_begin,
                                index_t rows) {
   require_writable(tensor, argument);
-  for (int d = 0; d < tensor.dims; ++d) {
-    const auto i = static_cast<std::size_t>(d);
-    if (tensor.shape[i] > 1 && tensor.strides[i] == 0) {
-      refuse_strides(tensor, argument, "elements that do not overlap");
-    }
-  }
+  require_apart(tensor, argument);
   return typed_view<AnyExpertTensor>(tensor, row_begin * tensor.strides[1], tensor.shape[0], rows,
                                      tensor.shape[2], tensor.strides[0], tensor.strides[1], tensor.strides[2]);
 }

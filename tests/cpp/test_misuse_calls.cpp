@@ -25,7 +25,7 @@ using amx_sft_moe::Routing;
 using Kernel = PortableBf16;  // the checks are the operator's, the same for every kernel
 using Saved = amx_sft_moe::SavedActivations<Kernel::Stored>;
 
-inline constexpr Case kCase{"misuse", 9, 2, 3, 17, 33, {4, 5, 6}};
+inline constexpr Case kCase = with_biases({"misuse", 9, 2, 3, 17, 33, {4, 5, 6}});
 
 // Every argument of a forward and its backward.
 struct Call {
@@ -119,6 +119,9 @@ std::vector<BadCall> bad_backwards() {
       {{"up_b.rows", "33", "17"}, [=](Call& c) { c.grads.lora.up_b = factor(3, 17, 5); }},
       {{"down_a.cols", "33", "17"}, [=](Call& c) { c.grads.lora.down_a = factor(3, 6, 17); }},
       {{"down_b.experts", "3", "1"}, [=](Call& c) { c.grads.lora.down_b = factor(1, 17, 6); }},
+      {{"biases.gate.rows", "3", "9"}, [](Call& c) { c.grads.biases.gate = floats(9, 33, 33); }},
+      {{"biases.up.cols", "33", "17"}, [](Call& c) { c.grads.biases.up = floats(3, 17, 17); }},
+      {{"biases.down.cols", "17", "33"}, [](Call& c) { c.grads.biases.down = floats(3, 33, 33); }},
       {{"scale", "finite", "nan"}, [](Call& c) { c.grads.scale = std::numeric_limits<float>::quiet_NaN(); }},
   };
 }

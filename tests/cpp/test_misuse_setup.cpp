@@ -23,7 +23,7 @@ using amx_sft_moe::LoraWeights;
 using Kernel = PortableBf16;
 using BaseWeights = amx_sft_moe::BaseWeights<bf16>;
 
-inline constexpr Case kCase{"misuse", 9, 2, 3, 17, 33, {4, 5, 6}};
+inline constexpr Case kCase = with_biases({"misuse", 9, 2, 3, 17, 33, {4, 5, 6}});
 
 struct BadConfig {
   Complaint complaint;
@@ -83,6 +83,18 @@ std::vector<BadBase> bad_base_weights() {
       {{"down.cols", "33", "0"}, [](BaseWeights& w) { w.down.cols = 0; }},
       {{"up.row_stride", "17", "16"}, [](BaseWeights& w) { w.up.row_stride = 16; }},
       {{"down.row_stride", "33", "-33"}, [](BaseWeights& w) { w.down.row_stride = -33; }},
+      {{"biases.gate.rows", "3", "2"},
+       [](BaseWeights& w) {
+         w.biases.gate = {storage.data(), 2, 33, 33};
+       }},
+      {{"biases.up.cols", "33", "17"},
+       [](BaseWeights& w) {
+         w.biases.up = {storage.data(), 3, 17, 17};
+       }},
+      {{"biases.down.cols", "17", "33"},
+       [](BaseWeights& w) {
+         w.biases.down = {storage.data(), 3, 33, 33};
+       }},
   };
 }
 

@@ -42,7 +42,7 @@ TYPED_TEST_SUITE(OperatorActivations, AllKernels, KernelLabels);
 
 // torch.clamp passes the gradient at its bounds; one bf16 step outside it does not.
 TYPED_TEST(OperatorActivations, ClampBounds) {
-  const reference::Glu glu{true, 7.0, 1.702};
+  const reference::Glu glu{reference::Glu::kClamped, 7.0, 1.702};
   const double outside = 7.0 + 0x1p-5;
   const Problem problem = problem_of(kWeightDType<TypeParam>, glu,
                                      this->repeated({7.0, outside, -7.0, -outside, 1.0, 1.0, 1.0, 1.0}),
@@ -63,9 +63,12 @@ TYPED_TEST(OperatorActivations, ClampBounds) {
   EXPECT_EQ(grad_u[7], 0);
 }
 
-// Far out silu is 0 or the identity, and exp(-g) is inf or 0: no NaN on the way.
+// Far out silu and gelu are 0 or the identity, and their exponentials are inf or 0: no NaN on the way.
 TYPED_TEST(OperatorActivations, FarOut) {
-  for (const reference::Glu& glu : {reference::Glu{}, reference::Glu{true, 7.0, 1.702}}) {
+  using reference::Glu;
+  for (const Glu::Form form : {Glu::kSilu, Glu::kClamped, Glu::kGelu, Glu::kGeluTanh}) {
+    SCOPED_TRACE(form);
+    const Glu glu{form, 7.0, 1.702};
     const Problem problem =
         problem_of(kWeightDType<TypeParam>, glu,
                    this->repeated({-1e4, -300.0, -100.0, -88.0, 0.0, 88.0, 100.0, 300.0, 1e4}),

@@ -19,9 +19,9 @@ using reference::kGradX;
 using reference::kTensors;
 using reference::kUpA;
 
-inline constexpr Case kBusy{"busy", 17, 2, 3, 37, 33, {7, 5, 3}};
-inline constexpr Case kIdle{"idle", 9, 2, 6, 32, 17, {4, 4, 4}, kIdleExperts};
-inline constexpr Case kShared{"shared", 9, 2, 3, 32, 17, {4, 4, 4}, kDistinct, true};
+inline constexpr Case kBusy = with_biases({"busy", 17, 2, 3, 37, 33, {7, 5, 3}});
+inline constexpr Case kIdle = with_biases({"idle", 9, 2, 6, 32, 17, {4, 4, 4}, kIdleExperts});
+inline constexpr Case kShared = with_biases({"shared", 9, 2, 3, 32, 17, {4, 4, 4}, kDistinct, true});
 inline constexpr Storage kFp32{.name = "fp32", .activations = DType::kFp32, .factors = DType::kFp32};
 
 template <class Kernel>
@@ -109,11 +109,15 @@ TYPED_TEST(OperatorGradients, ExpertsWithoutTokens) {
   for (std::size_t t = kGateA; t < kTensors; ++t) {
     const Tensor& zero = overwritten[static_cast<reference::Tensor>(t)];
     const Tensor& kept = added[static_cast<reference::Tensor>(t)];
+    const bool bias = t >= reference::kGateBias;  // [E, out]
     for (index_t expert = 1; expert < kIdle.experts; expert += 2) {
-      for (index_t row = 0; row < zero.extents().d1; ++row) {
+      for (index_t row = 0; row < (bias ? 1 : zero.extents().d1); ++row) {
         for (index_t col = 0; col < zero.extents().d2; ++col) {
-          ASSERT_EQ(zero.get(expert, row, col), 0) << reference::kTensorNames[t];
-          ASSERT_EQ(kept.get(expert, row, col), 3.5) << reference::kTensorNames[t];
+          const auto value = [&](const Tensor& of) {
+            return bias ? of.get(0, expert, col) : of.get(expert, row, col);
+          };
+          ASSERT_EQ(value(zero), 0) << reference::kTensorNames[t];
+          ASSERT_EQ(value(kept), 3.5) << reference::kTensorNames[t];
         }
       }
     }
@@ -137,19 +141,24 @@ void drop(amx_sft_moe::Gradients& grads, std::size_t which) {
   if (which == kGradW) grads.routing_weights = {};
   amx_sft_moe::AnyExpertTensor* factors[] = {&grads.lora.gate_a, &grads.lora.gate_b, &grads.lora.up_a,
                                              &grads.lora.up_b,   &grads.lora.down_a, &grads.lora.down_b};
-  if (which >= kGateA) *factors[which - kGateA] = {};
+  amx_sft_moe::AnyMatrix* biases[] = {&grads.biases.gate, &grads.biases.up, &grads.biases.down};
+  if (which >= reference::kGateBias) {
+    *biases[which - reference::kGateBias] = {};
+  } else if (which >= kGateA) {
+    *factors[which - kGateA] = {};
+  }
 }
 
-// Any subset may be wanted, and what is left out changes nothing else. All 256 subsets of the eight gradients;
+// Any subset may be wanted, and what is left out changes nothing else. All 2048 subsets of the eleven gradients;
 // where each costs emulated instructions, those with at most one gradient wanted or at most one left out.
 TYPED_TEST(OperatorGradients, AnySubsetOfThem) {
-  const Case c{"subset", 5, 2, 2, 18, 7, {3, 2, 1}};
+  const Case c = with_biases({"subset", 5, 2, 2, 18, 7, {3, 2, 1}});
   const Problem problem = integer_problem(c, kPlain, kWeightDType<TypeParam>);
   const Outputs all = step_alone<TypeParam>(problem);
   Moe<TypeParam> moe = make_moe<TypeParam>(problem);
   const bool few = std::is_same_v<TypeParam, AmxBf16> && amx_is_emulated();
-  for (unsigned wanted = 0; wanted < 256; ++wanted) {
-    if (few && std::popcount(wanted) > 1 && std::popcount(wanted) < 7) continue;
+  for (unsigned wanted = 0; wanted < 2048; ++wanted) {
+    if (few && std::popcount(wanted) > 1 && std::popcount(wanted) < 10) continue;
     SCOPED_TRACE("wanted " + std::to_string(wanted));
     Outputs out(problem);
     const Outputs untouched(problem);

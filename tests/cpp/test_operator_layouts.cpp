@@ -115,6 +115,25 @@ TYPED_TEST(OperatorLayouts, ReplacedViews) {
   expect_same_bits(step_alone<TypeParam>(second), got);
 }
 
+// Each factor has its own type; a wider one with the same values gives the same results.
+TYPED_TEST(OperatorLayouts, FactorsOfMixedTypes) {
+  const Problem problem = random_problem(kOdd, kPlain, kWeightDType<TypeParam>);
+  const auto widened = [](const Extents& extents, const std::vector<double>& values) {
+    Tensor tensor(DType::kFp32, extents, Strides::rows(extents));
+    tensor.store(values);
+    return tensor;
+  };
+  const Tensor gate_b = widened({3, 53, 7}, problem.layer().lora_gate.b);
+  const Tensor down_a = widened({3, 5, 53}, problem.layer().lora_down.a);
+  amx_sft_moe::LoraWeights lora = problem.lora();
+  lora.gate.b = gate_b.const_expert_view();
+  lora.down.a = down_a.const_expert_view();
+  Moe<TypeParam> moe(problem.config(), problem.base<typename TypeParam::Weight>(), lora);
+  Outputs got(problem);
+  run_step(moe, problem, got);
+  expect_same_bits(step_alone<TypeParam>(problem), got);
+}
+
 // An adapter of rank 0 may come as tensors without elements instead of no tensors.
 TYPED_TEST(OperatorLayouts, RankZeroTensorsAreNoAdapter) {
   const Case c{"rank_0", 9, 2, 3, 17, 33, {0, 0, 0}};

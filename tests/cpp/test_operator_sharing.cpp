@@ -83,6 +83,23 @@ TYPED_TEST(OperatorSharing, OneWorkspaceForTwoLayers) {
   EXPECT_EQ(first.memory().workspace_bytes, second.memory().workspace_bytes);
 }
 
+// Layers of different kernels may share one too.
+TYPED_TEST(OperatorSharing, OneWorkspaceForTwoKernels) {
+  const Problem one = random_problem(kSmall, kPlain, kWeightDType<TypeParam>);
+  const Problem two = random_problem(kLarge, kPlain, DType::kFp32);
+  const auto workspace = std::make_shared<Workspace>();
+  Moe<TypeParam> first(one.config(), one.base<typename TypeParam::Weight>(), one.lora(), workspace);
+  Moe<PortableFp32> second(two.config(), two.base<float>(), two.lora(), workspace);
+  Outputs of_one(one);
+  Outputs of_two(two);
+  first.forward_sft(one.routing(), one.x(), of_one.y());
+  second.forward_sft(two.routing(), two.x(), of_two.y());
+  second.backward(two.grad_y(), of_two.gradients());
+  first.backward(one.grad_y(), of_one.gradients());
+  expect_same_bits(step_alone<TypeParam>(one), of_one);
+  expect_same_bits(step_alone<PortableFp32>(two), of_two);
+}
+
 TYPED_TEST(OperatorSharing, WorkspaceOutlivesTheLayerThatCameFirst) {
   const Problem one = random_problem(kSmall, kPlain, kWeightDType<TypeParam>);
   const auto workspace = std::make_shared<Workspace>();

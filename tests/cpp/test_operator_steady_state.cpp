@@ -21,7 +21,7 @@ inline constexpr Case kCasesOfSteps[] = {
     {"shared_a", 20, 2, 3, 48, 64, {8, 8, 8}, kDistinct, true},
     {"skewed", 33, 2, 4, 64, 96, {8, 8, 8}, kSkewed},
     {"one_token", 1, 1, 8, 64, 96, {8, 8, 8}},
-    {"clamped", 20, 2, 3, 48, 64, {8, 8, 8}, kDistinct, false, true},
+    {"clamped", 20, 2, 3, 48, 64, {8, 8, 8}, kDistinct, false, kClamped},
 };
 
 template <class Kernel>

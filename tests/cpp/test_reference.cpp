@@ -73,20 +73,27 @@ TEST_P(CentralDifferences, AgreeWithEveryGradient) {
   expect_gradient(reference::kUpB, layer_.lora_up.b);
   expect_gradient(reference::kDownA, layer_.lora_down.a);
   expect_gradient(reference::kDownB, layer_.lora_down.b);
+  expect_gradient(reference::kGateBias, layer_.gate_bias);
+  expect_gradient(reference::kUpBias, layer_.up_bias);
+  expect_gradient(reference::kDownBias, layer_.down_bias);
 }
 
-INSTANTIATE_TEST_SUITE_P(Layers, CentralDifferences,
-                         testing::Values(Case{"plain", 5, 2, 3, 6, 5, {2, 3, 4}},                            //
-                                         Case{"one_of_everything", 1, 1, 1, 1, 1, {1, 1, 1}},                //
-                                         Case{"shared_a", 4, 2, 3, 5, 4, {3, 3, 2}, kDistinct, true},        //
-                                         Case{"partly_adapted", 4, 2, 3, 5, 4, {0, 2, 0}},                   //
-                                         Case{"skipped_ids", 6, 3, 3, 4, 5, {2, 2, 2}, kSkipped},            //
-                                         Case{"all_skipped", 3, 2, 3, 4, 5, {2, 2, 2}, kAllSkipped},         //
-                                         Case{"duplicate_ids", 3, 4, 2, 4, 5, {2, 2, 2}, kDuplicates},       //
-                                         Case{"clamped", 6, 2, 3, 5, 7, {2, 2, 2}, kDistinct, false, true},  //
-                                         Case{
-                                             "clamped_shared", 6, 2, 3, 5, 7, {2, 2, 2}, kSkipped, true, true}),
-                         [](const auto& instance) { return instance.param.name; });
+INSTANTIATE_TEST_SUITE_P(
+    Layers, CentralDifferences,
+    testing::Values(Case{"plain", 5, 2, 3, 6, 5, {2, 3, 4}},                                //
+                    Case{"one_of_everything", 1, 1, 1, 1, 1, {1, 1, 1}},                    //
+                    Case{"shared_a", 4, 2, 3, 5, 4, {3, 3, 2}, kDistinct, true},            //
+                    Case{"partly_adapted", 4, 2, 3, 5, 4, {0, 2, 0}},                       //
+                    Case{"skipped_ids", 6, 3, 3, 4, 5, {2, 2, 2}, kSkipped},                //
+                    Case{"all_skipped", 3, 2, 3, 4, 5, {2, 2, 2}, kAllSkipped},             //
+                    Case{"duplicate_ids", 3, 4, 2, 4, 5, {2, 2, 2}, kDuplicates},           //
+                    Case{"clamped", 6, 2, 3, 5, 7, {2, 2, 2}, kDistinct, false, kClamped},  //
+                    Case{"clamped_shared", 6, 2, 3, 5, 7, {2, 2, 2}, kSkipped, true, kClamped},
+                    Case{"gelu", 6, 2, 3, 5, 7, {2, 2, 2}, kSkipped, false, kGelu},
+                    Case{"gelu_tanh", 6, 2, 3, 5, 7, {2, 2, 2}, kSkipped, false, kGeluTanh},
+                    with_biases({"biases", 6, 2, 3, 5, 7, {2, 2, 2}, kSkipped}),
+                    with_biases({"gpt_oss", 6, 2, 3, 5, 7, {2, 2, 2}, kSkipped, true, kClamped})),
+    [](const auto& instance) { return instance.param.name; });
 
 // By hand: one token, one expert, every size 1, no LoRA, g = 2, u = 6, h = 6 silu(2), d = 5 h, y = 0.5 d.
 TEST(Reference, OneOfEverythingByHand) {
@@ -105,7 +112,7 @@ TEST(Reference, OneOfEverythingByHand) {
 }
 
 TEST(Reference, ClampedActivationByHand) {
-  const reference::Glu glu{true, 7.0, 1.702};
+  const reference::Glu glu{reference::Glu::kClamped, 7.0, 1.702};
   const double s = 1 / (1 + std::exp(-1.702 * 7.0));
   EXPECT_NEAR(reference::glu_forward(glu, 9.0, -8.0), (-7.0 + 1) * 7.0 * s, 1e-14);
   const reference::GluGradient cut = reference::glu_backward(glu, 9.0, -8.0);

@@ -71,7 +71,7 @@ TEST(Tensor, RoundsToItsType) {
 }
 
 TEST(Problem, LayoutsHoldTheSameValues) {
-  const Case c{"c", 3, 2, 2, 5, 3, {2, 2, 2}};
+  const Case c = with_biases({"c", 3, 2, 2, 5, 3, {2, 2, 2}});
   for (const Storage& storage : {kPlain, kWide, kPeftLike}) {
     const Problem problem = random_problem(c, storage, DType::kBf16);
     const auto base = problem.base<bf16>();
@@ -101,14 +101,14 @@ TEST(Problem, WritingReadOnlyWeightsFaults) {
 }
 
 TEST(ExpectClose, AllowsRoundingButNotALostElement) {
-  const Case c{"c", 16, 2, 4, 64, 64, {8, 8, 8}};
+  const Case c = with_biases({"c", 16, 2, 4, 64, 64, {8, 8, 8}});
   const Problem problem = random_problem(c, kPlain, DType::kBf16);
   const Expected expected = expected_step(problem);
   for (std::size_t t = 0; t < reference::kTensors; ++t) {
     double norm = 0;
     for (double value : expected.values[t]) norm += value * value;
     EXPECT_GT(expected.frobenius[t], 0.002 * std::sqrt(norm)) << reference::kTensorNames[t];
-    EXPECT_LT(expected.frobenius[t], 0.012 * std::sqrt(norm)) << reference::kTensorNames[t];
+    EXPECT_LT(expected.frobenius[t], 0.013 * std::sqrt(norm)) << reference::kTensorNames[t];
   }
   Outputs out(problem);
   for (std::size_t t = 0; t < reference::kTensors; ++t) {
@@ -123,7 +123,7 @@ TEST(ExpectClose, AllowsRoundingButNotALostElement) {
 }
 
 TEST(IntegerProblem, HasLongSumsAndNonZeroGradients) {
-  const Case c{"c", 17, 2, 3, 37, 53, {7, 7, 7}};
+  const Case c = with_biases({"c", 17, 2, 3, 37, 53, {7, 7, 7}});
   const Problem problem = integer_problem(c, kPlain, DType::kBf16);
   const reference::Results results = reference::step(problem.layer(), problem.batch());
   for (const auto& tensor : results) {

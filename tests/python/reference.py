@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 import torch.nn.functional as F
@@ -15,10 +15,19 @@ from torch import Tensor
 from cases import Sizes
 
 FACTORS = ("gate_lora_a", "gate_lora_b", "up_lora_a", "up_lora_b", "down_lora_a", "down_lora_b")
+BIASES = ("gate_bias", "up_bias", "down_bias")
 
 
 def silu_glu(gate: Tensor, up: Tensor) -> Tensor:
     return F.silu(gate) * up
+
+
+def gelu_glu(gate: Tensor, up: Tensor) -> Tensor:
+    return F.gelu(gate) * up
+
+
+def gelu_tanh_glu(gate: Tensor, up: Tensor) -> Tensor:
+    return F.gelu(gate, approximate="tanh") * up
 
 
 def gpt_oss(gate: Tensor, up: Tensor, limit: float = 7.0, alpha: float = 1.702) -> Tensor:
@@ -29,7 +38,8 @@ def gpt_oss(gate: Tensor, up: Tensor, limit: float = 7.0, alpha: float = 1.702) 
 
 @dataclass
 class Layer:
-    """Base weights, factors (None where a projection has no adapter) and the inputs of one call."""
+    """Base weights, factors (None where a projection has no adapter), the inputs of one call, and the biases
+    that there are."""
 
     gate_proj: Tensor
     up_proj: Tensor
@@ -39,6 +49,7 @@ class Layer:
     expert_ids: Tensor
     routing_weights: Tensor
     grad_y: Tensor
+    biases: dict[str, Tensor] = field(default_factory=dict)
 
     def to(self, dtype: torch.dtype) -> Layer:
         """A copy in another dtype; ids stay."""
@@ -51,10 +62,17 @@ class Layer:
             self.expert_ids,
             self.routing_weights.to(dtype),
             self.grad_y.to(dtype),
+            {name: bias.to(dtype) for name, bias in self.biases.items()},
         )
 
 
-def make_layer(sizes: Sizes, seed: int = 0, dtype: torch.dtype = torch.bfloat16, scale: float = 1.0) -> Layer:
+def make_layer(
+    sizes: Sizes,
+    seed: int = 0,
+    dtype: torch.dtype = torch.bfloat16,
+    scale: float = 1.0,
+    biases: bool = False,
+) -> Layer:
     """Random tensors of sizes at which activations stay near 1, exactly representable in ``dtype``."""
     random = torch.Generator().manual_seed(seed)
 
@@ -70,7 +88,7 @@ def make_layer(sizes: Sizes, seed: int = 0, dtype: torch.dtype = torch.bfloat16,
     scores = torch.rand(sizes.tokens, e, generator=random)
     expert_ids = scores.argsort(dim=1)[:, : sizes.top_k]
     weights = torch.rand(sizes.tokens, sizes.top_k, generator=random).softmax(dim=1)
-    return Layer(
+    layer = Layer(
         normal(e, i, h, std=h**-0.5),
         normal(e, i, h, std=h**-0.5),
         normal(e, h, i, std=i**-0.5),
@@ -80,6 +98,9 @@ def make_layer(sizes: Sizes, seed: int = 0, dtype: torch.dtype = torch.bfloat16,
         weights.to(dtype),
         normal(sizes.tokens, h),
     )
+    if biases:  # drawn last: the rest is as without them
+        layer.biases = {name: normal(e, out, std=0.5) for name, out in zip(BIASES, outs, strict=True)}
+    return layer
 
 
 def forward(
@@ -91,7 +112,8 @@ def forward(
     y = torch.zeros_like(layer.x)
 
     def adapted(rows: Tensor, weight: Tensor, name: str, s: float, expert: int) -> Tensor:
-        out = F.linear(rows, weight[expert])
+        bias = layer.biases.get(f"{name}_bias")
+        out = F.linear(rows, weight[expert], None if bias is None else bias[expert])
         a, b = layer.factors[f"{name}_lora_a"], layer.factors[f"{name}_lora_b"]
         return out if a is None else out + F.linear(F.linear(rows, a[expert]), b[expert]) * s
 
@@ -121,9 +143,11 @@ def one_thread() -> Iterator[None]:
 
 @one_thread()
 def gradients(layer: Layer, **options: object) -> dict[str, Tensor]:
-    """y, grad_x, grad_routing_weights and the factors' gradients by torch's autograd, in the layer's dtype."""
+    """y, grad_x, grad_routing_weights and the gradients of factors and biases by torch's autograd, in the
+    layer's dtype."""
     leaves = {"grad_x": layer.x, "grad_routing_weights": layer.routing_weights}
     leaves |= {name: factor for name, factor in layer.factors.items() if factor is not None}
+    leaves |= layer.biases
     leaves = {name: leaf.detach().requires_grad_() for name, leaf in leaves.items()}
     factors = {name: leaves.get(name) for name in FACTORS}
     inputs = Layer(
@@ -135,6 +159,7 @@ def gradients(layer: Layer, **options: object) -> dict[str, Tensor]:
         layer.expert_ids,
         leaves["grad_routing_weights"],
         layer.grad_y,
+        {name: leaves[name] for name in layer.biases},
     )
     y = forward(inputs, **options)
     if not y.requires_grad:  # no routed row at all
@@ -148,10 +173,10 @@ def gradients(layer: Layer, **options: object) -> dict[str, Tensor]:
 
 def run(op: object, layer: Layer, **set_lora: object) -> dict[str, Tensor]:
     """The same from an operator with base weights and factors set from ``layer``."""
-    op.set_base(layer.gate_proj, layer.up_proj, layer.down_proj)
+    op.set_base(layer.gate_proj, layer.up_proj, layer.down_proj, **layer.biases)
     op.set_lora(**layer.factors, **set_lora)
     y = op.forward_sft(layer.x, layer.expert_ids, layer.routing_weights)
-    return {"y": y} | op.backward(layer.grad_y).as_dict()
+    return {"y": y} | op.backward(layer.grad_y, bias_gradients=True).as_dict()
 
 
 def relative_error(found: Tensor, expected: Tensor) -> float:

@@ -31,7 +31,12 @@ SIZES = Sizes(experts=4, top_k=2, hidden=32, intermediate=24, ranks=(4, 4, 4), t
         ({"max_tokens": -1}, ArgumentError, ["max_tokens", "0", "-1"]),
         ({"cache_depth": 0}, ArgumentError, ["cache_depth", "1", "0"]),
         ({"num_threads": 0}, ArgumentError, ["num_threads", "1", "0"]),
-        ({"activation": "relu"}, ArgumentError, ["activation", "silu", "relu"]),
+        (
+            {"activation": "relu"},
+            ArgumentError,
+            ["activation", '"silu", "gelu", "gelu_tanh", "gelu_pytorch_tanh", "gpt_oss"', "relu"],
+        ),
+        ({"activation": {"name": "gelu", "limit": 7.0}}, ArgumentError, ["activation", "gpt_oss", "gelu"]),
         ({"activation": 3}, TypeError, ["activation", "mapping", "int"]),
         ({"activation": {"limit": -1.0}}, ArgumentError, ["limit", "0", "-1.0"]),
         ({"activation": {"beta": 1.0}}, ArgumentError, ["activation", "limit", "beta"]),

@@ -26,20 +26,6 @@ OURS = "amx_sft_moe"
 
 
 @pytest.fixture
-def calls(monkeypatch: pytest.MonkeyPatch) -> list[torch.Tensor]:
-    """The x of every call that reached the operator."""
-    seen: list[torch.Tensor] = []
-    original = experts_hook.sft_moe
-
-    def counted(experts: Any, x: torch.Tensor, *rest: Any) -> torch.Tensor:
-        seen.append(x)
-        return original(experts, x, *rest)
-
-    monkeypatch.setattr(experts_hook, "sft_moe", counted)
-    return seen
-
-
-@pytest.fixture
 def warnings_of_hook(caplog: pytest.LogCaptureFixture) -> pytest.LogCaptureFixture:
     for hook in experts_hook._hooks.values():
         hook._warned.clear()
@@ -175,8 +161,12 @@ def test_trainable_base_weights_fall_back(
     assert len(calls) == 3, "evaluation computes no gradient"
 
 
-def gelu(experts: nn.Module) -> None:
-    experts.act_fn = nn.GELU()
+def relu(experts: nn.Module) -> None:
+    experts.act_fn = nn.ReLU()
+
+
+def subclass(experts: nn.Module) -> None:
+    experts.act_fn = type("Doubled", (nn.SiLU,), {"forward": lambda self, x: 2 * nn.functional.silu(x)})()
 
 
 def flag(name: str, value: bool) -> Any:
@@ -204,7 +194,8 @@ def other_gate(experts: nn.Module) -> None:
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        (gelu, "activation SiLU, got GELU"),
+        (relu, "activation SiLU or GELU, got ReLU"),
+        (subclass, "activation SiLU or GELU, got Doubled"),
         (other_gate, "overridden _apply_gate"),
         (post_norm, "has_post_expert_norm=False, got True"),
         (half, "float16"),
@@ -234,7 +225,7 @@ class PassedOverError(Exception):
 @pytest.mark.parametrize(
     "change",
     [
-        flag("has_bias", True),
+        flag("has_bias", True),  # and no biases
         flag("is_transposed", True),
         flag("is_concatenated", False),
         flag("has_gate", False),

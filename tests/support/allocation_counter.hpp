@@ -1,5 +1,5 @@
-// Counts what goes through the global operator new, over all threads. Only for programs that link
-// allocation_counter.cpp.
+// Counts what goes through the global operator new, over all threads, and makes it fail on demand. Only for
+// programs that link allocation_counter.cpp.
 #pragma once
 
 #include <cstdint>
@@ -7,5 +7,16 @@
 namespace sft_test {
 
 std::int64_t allocation_count();
+std::int64_t live_allocations();  // made and not yet freed
+
+// While it lives, the allocation number `at` from now on (the first is 0) throws std::bad_alloc, those after it
+// succeed again.
+class FailingAllocation {
+ public:
+  explicit FailingAllocation(std::int64_t at);
+  ~FailingAllocation();
+  FailingAllocation(const FailingAllocation&) = delete;
+  FailingAllocation& operator=(const FailingAllocation&) = delete;
+};
 
 }  // namespace sft_test

@@ -16,6 +16,8 @@ enum class RoutingPattern {
   kSkewed,       // expert 0 in every token, the others at random
 };
 
+enum class Form { kSilu, kClamped, kGelu, kGeluTanh };  // of the gated activation
+
 struct Ranks {
   int gate = 0, up = 0, down = 0;
 };
@@ -26,15 +28,22 @@ struct Case {
   Ranks ranks;
   RoutingPattern routing = RoutingPattern::kDistinct;
   bool shared_a = false;
-  bool clamped = false;
+  Form form = Form::kSilu;
   bool emulate = true;  // few enough tile instructions for the emulated AMX kernel (7 us each)
+  bool biases = false;
 };
+
+constexpr Case with_biases(Case c) {
+  c.biases = true;
+  return c;
+}
 
 inline std::ostream& operator<<(std::ostream& out, const Case& c) {
   return out << c.name;
 }
 
 using enum RoutingPattern;
+using enum Form;
 
 // name, T, k, E, H, I, {ranks of gate, up, down}, ...
 inline constexpr std::array kCases = {
@@ -72,7 +81,7 @@ inline constexpr std::array kCases = {
     Case{"long_contraction", 6, 1, 2, 1031, 40, {8, 8, 8}},
     Case{"long_intermediate", 6, 1, 2, 40, 1031, {8, 8, 8}},
     Case{"wide", 9, 1, 2, 577, 545, {17, 17, 17}},
-    Case{"wide_and_high", 150, 1, 1, 545, 290, {65, 33, 17}, kDistinct, false, false, false},
+    Case{"wide_and_high", 150, 1, 1, 545, 290, {65, 33, 17}, kDistinct, false, kSilu, false},
     // Ranks: none, one, odd, one tile, more than a tile's K, more than H and I; different; one projection only.
     Case{"rank_0", 16, 2, 4, 64, 64, {0, 0, 0}},
     Case{"rank_1", 16, 2, 4, 64, 64, {1, 1, 1}},
@@ -101,9 +110,23 @@ inline constexpr std::array kCases = {
     Case{"many_experts_few_tokens", 3, 2, 64, 32, 32, {4, 4, 4}},
     Case{"qwen3_like_small", 64, 8, 16, 96, 48, {16, 16, 16}},
     // gpt-oss's clamped activation.
-    Case{"clamped", 33, 2, 4, 48, 64, {8, 8, 8}, kDistinct, false, true},
-    Case{"clamped_primes_shared_a", 17, 2, 3, 37, 53, {7, 7, 7}, kSkipped, true, true},
-    Case{"clamped_one_of_everything", 1, 1, 1, 1, 1, {1, 1, 1}, kDistinct, false, true},
+    Case{"clamped", 33, 2, 4, 48, 64, {8, 8, 8}, kDistinct, false, kClamped},
+    Case{"clamped_primes_shared_a", 17, 2, 3, 37, 53, {7, 7, 7}, kSkipped, true, kClamped},
+    Case{"clamped_one_of_everything", 1, 1, 1, 1, 1, {1, 1, 1}, kDistinct, false, kClamped},
+    // GELU, by erf and by tanh.
+    Case{"gelu", 33, 2, 4, 48, 64, {8, 8, 8}, kDistinct, false, kGelu},
+    Case{"gelu_primes", 17, 2, 3, 37, 53, {7, 7, 7}, kSkipped, false, kGelu},
+    Case{"gelu_tanh", 33, 2, 4, 48, 64, {8, 8, 8}, kDistinct, false, kGeluTanh},
+    Case{"gelu_tanh_primes", 17, 2, 3, 37, 53, {7, 7, 7}, kSkipped, false, kGeluTanh},
+    // Biases, and gpt-oss's combination.
+    with_biases({"biases", 33, 2, 4, 48, 64, {8, 8, 8}}),
+    with_biases({"biases_primes_skipped", 17, 3, 5, 37, 53, {7, 3, 5}, kSkipped}),
+    with_biases({"biases_no_lora", 20, 2, 4, 63, 65, {0, 0, 0}}),
+    with_biases({"biases_one_of_everything", 1, 1, 1, 1, 1, {1, 1, 1}}),
+    with_biases({"biases_no_tokens", 0, 2, 4, 32, 48, {4, 4, 4}}),
+    with_biases({"biases_idle_experts", 16, 2, 8, 32, 48, {8, 8, 8}, kIdleExperts}),
+    with_biases({"biases_rows_131", 131, 1, 1, 33, 48, {5, 5, 5}}),
+    with_biases({"gpt_oss_like", 40, 4, 8, 90, 90, {16, 16, 16}, kDistinct, true, kClamped}),
 };
 
 }  // namespace sft_test

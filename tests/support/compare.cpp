@@ -58,6 +58,7 @@ class Rounding {
 constexpr std::array<reference::Site, reference::kTensors> kSiteOf = {
     reference::Site::kY,          reference::Site::kGradX,      reference::Site::kGradW,
     reference::Site::kGradFactor, reference::Site::kGradFactor, reference::Site::kGradFactor,
+    reference::Site::kGradFactor, reference::Site::kGradFactor, reference::Site::kGradFactor,
     reference::Site::kGradFactor, reference::Site::kGradFactor, reference::Site::kGradFactor};
 
 struct Error {
@@ -92,18 +93,19 @@ void expect_exact_zeros(const std::vector<bool>& must_be_zero, const std::vector
 unsigned runs_for(const Problem& problem) {
   const reference::Layer& layer = problem.layer();
   const auto routes = static_cast<double>(problem.batch().ids.size());
-  return routes * layer.hidden * layer.intermediate < 2e5 || layer.glu.clamped ? 25 : 6;
+  return routes * layer.hidden * layer.intermediate < 2e5 || layer.glu.form == reference::Glu::kClamped ? 25
+                                                                                                        : 6;
 }
 
 }  // namespace
 
-Expected expected_step(const Problem& problem) {
+Expected expected_step(const Problem& problem, unsigned runs) {
   Expected out;
   out.values = reference::step(problem.layer(), problem.batch());
   for (std::size_t t = 0; t < reference::kTensors; ++t) {
     for (double value : out.values[t]) out.must_be_zero[t].push_back(value == 0);
   }
-  const unsigned runs = runs_for(problem);
+  if (runs == 0) runs = runs_for(problem);
   for (unsigned run = 0; run < runs; ++run) {
     Rounding rounding(problem, 1000 + run);
     const reference::Results moved = reference::step(problem.layer(), problem.batch(), rounding);

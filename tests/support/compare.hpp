@@ -39,7 +39,8 @@ struct Expected {
   std::array<std::vector<bool>, reference::kTensors> must_be_zero;
 };
 
-Expected expected_step(const Problem& problem);
+// `runs` of the reference with moved roundings; 0: as many as the problem needs.
+Expected expected_step(const Problem& problem, unsigned runs = 0);
 
 // Checks the result of one tensor. `name` is only for messages.
 void expect_close(const Expected& expected, reference::Tensor which, const Tensor& got);

@@ -40,7 +40,7 @@ inline reference::Layer integer_layer(Random& random, const Case& c) {
   layer.hidden = c.hidden;
   layer.intermediate = c.intermediate;
   layer.gate = sparse_rows(random, c.experts * c.intermediate, c.hidden, 1, 8, 0.0);
-  // x[:, 0] = 1 makes every gate at least 72 - 8 - 16 = 48, where sigmoid is 1 in fp32 and in fp64.
+  // x[:, 0] = 1 makes every gate at least 72 - 8 - 16 - 8 = 40, where sigmoid is 1 in fp32 and in fp64.
   for (std::size_t n = 0; n < layer.gate.size(); n += static_cast<std::size_t>(c.hidden)) layer.gate[n] = 72;
   layer.up = sparse_rows(random, c.experts * c.intermediate, c.hidden, 2, 1, 0.0);
   layer.down = sparse_rows(random, c.experts * c.hidden, c.intermediate, 2, 1, 0.5);
@@ -49,6 +49,14 @@ inline reference::Layer integer_layer(Random& random, const Case& c) {
   layer.lora_down = integer_adapter(random, c, c.ranks.down, c.intermediate, c.hidden, 1);
   layer.shared_a = c.shared_a;
   if (c.shared_a) layer.lora_up.a = layer.lora_gate.a;
+  if (c.biases) {
+    const auto biases = [&](int width, double size) {
+      return sparse_rows(random, c.experts * width, 1, 1, size, 0.5);
+    };
+    layer.gate_bias = biases(c.intermediate, 8);
+    layer.up_bias = biases(c.intermediate, 1);
+    layer.down_bias = biases(c.hidden, 1);
+  }
   return layer;
 }
 

@@ -25,6 +25,7 @@ class Moe {
                const amx_sft_moe::LoraWeights& lora = {},
                std::shared_ptr<amx_sft_moe::Workspace> workspace = nullptr);
   ~Moe();
+  Moe(Moe&&) noexcept;
 
   void set_base(const amx_sft_moe::BaseWeights<Weight>& weights);
   void set_lora(const amx_sft_moe::LoraWeights& lora);
@@ -49,6 +50,8 @@ class Moe {
 
 using PortableBf16 = amx_sft_moe::kernels::Portable<amx_sft_moe::bf16>;
 using PortableFp32 = amx_sft_moe::kernels::Portable<float>;
+using Avx2Bf16 = amx_sft_moe::kernels::Avx2<amx_sft_moe::bf16>;
+using Avx2Fp32 = amx_sft_moe::kernels::Avx2<float>;
 using Avx512Bf16 = amx_sft_moe::kernels::Avx512Bf16;
 using Avx512WidenedBf16 = amx_sft_moe::kernels::Avx512<amx_sft_moe::bf16>;
 using Avx512Fp32 = amx_sft_moe::kernels::Avx512<float>;
@@ -68,8 +71,8 @@ using ListedKernels =
 using ListedKernels = amx_sft_moe::DefaultKernels;
 #endif
 
-using AllKernels = testing::Types<PortableBf16, PortableFp32, Avx512Bf16, Avx512WidenedBf16, Avx512Fp32,
-                                  AmxBf16 SFT_TEST_ONEDNN_KERNELS>;
+using AllKernels = testing::Types<PortableBf16, PortableFp32, Avx2Bf16, Avx2Fp32, Avx512Bf16, Avx512WidenedBf16,
+                                  Avx512Fp32, AmxBf16 SFT_TEST_ONEDNN_KERNELS>;
 #undef SFT_TEST_ONEDNN_KERNELS
 
 template <class Kernel>

@@ -16,6 +16,9 @@ template <class Kernel>
 Moe<Kernel>::~Moe() = default;
 
 template <class Kernel>
+Moe<Kernel>::Moe(Moe&&) noexcept = default;
+
+template <class Kernel>
 void Moe<Kernel>::set_base(const amx_sft_moe::BaseWeights<Weight>& weights) {
   moe_->set_base(weights);
 }

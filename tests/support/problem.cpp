@@ -94,11 +94,14 @@ Problem::Problem(const Storage& storage, DType weights, reference::Layer layer, 
   grad_y_.store(batch_.grad_y);
   routing_weights_.store(batch_.weights);
   make_factors();
+  make_biases();
   store_ids();
 }
 
 void Problem::round_values() {
   for (auto* values : {&layer_.gate, &layer_.up, &layer_.down}) round_all(weight_dtype_, *values);
+  for (auto* values : {&layer_.gate_bias, &layer_.up_bias, &layer_.down_bias})
+    round_all(storage_.factors, *values);
   for (reference::Adapter* lora : {&layer_.lora_gate, &layer_.lora_up, &layer_.lora_down}) {
     round_all(storage_.factors, lora->a);
     round_all(storage_.factors, lora->b);
@@ -133,6 +136,47 @@ void Problem::make_factors() {
   down_a_ = make_factor(layer_.lora_down, false, i, h);
   down_b_ = make_factor(layer_.lora_down, true, i, h);
   replace_factors(layer_.lora_gate, layer_.lora_up, layer_.lora_down);
+}
+
+void Problem::make_biases() {
+  if (layer_.down_bias.empty()) return;
+  const DType dtype = storage_.factors;
+  const auto matrix = [&](index_t cols, const std::vector<double>& values) {
+    Tensor tensor = Tensor::matrix(dtype, layer_.experts, cols, storage_.padding, storage_.edge);
+    tensor.store(values);
+    return tensor;
+  };
+  down_bias_ = matrix(layer_.hidden, layer_.down_bias);
+  if (storage_.weights != WeightLayout::kFused) {
+    gate_bias_ = matrix(layer_.intermediate, layer_.gate_bias);
+    up_bias_ = matrix(layer_.intermediate, layer_.up_bias);
+    return;
+  }
+  std::vector<double> by_turns;
+  for (std::size_t n = 0; n < layer_.gate_bias.size(); ++n) {
+    by_turns.push_back(layer_.gate_bias[n]);
+    by_turns.push_back(layer_.up_bias[n]);
+  }
+  gate_bias_ = matrix(2 * layer_.intermediate, by_turns);
+}
+
+namespace {
+
+// Every second column of `m`, from `first` on.
+amx_sft_moe::AnyConstMatrix every_second(const amx_sft_moe::AnyConstMatrix& m, index_t first) {
+  return m.visit([&](const auto* data) -> amx_sft_moe::AnyConstMatrix {
+    return {data + first, m.rows(), m.cols() / 2, m.row_stride(), 2};
+  });
+}
+
+}  // namespace
+
+amx_sft_moe::ExpertBiases Problem::biases() const {
+  if (layer_.down_bias.empty()) return {};
+  const amx_sft_moe::AnyConstMatrix gate = gate_bias_.const_matrix_view();
+  const amx_sft_moe::AnyConstMatrix down = down_bias_.const_matrix_view();
+  if (storage_.weights == WeightLayout::kFused) return {every_second(gate, 0), every_second(gate, 1), down};
+  return {gate, up_bias_.const_matrix_view(), down};
 }
 
 void Problem::replace_factors(const reference::Adapter& gate, const reference::Adapter& up,
@@ -179,9 +223,13 @@ amx_sft_moe::Config Problem::config() const {
   config.hidden_size = layer_.hidden;
   config.intermediate_size = layer_.intermediate;
   config.num_threads = 2;
-  if (layer_.glu.clamped) {
-    config.activation =
-        amx_sft_moe::ClampedGlu{static_cast<float>(layer_.glu.limit), static_cast<float>(layer_.glu.alpha)};
+  const reference::Glu& glu = layer_.glu;
+  if (glu.form == reference::Glu::kClamped) {
+    config.activation = amx_sft_moe::ClampedGlu{static_cast<float>(glu.limit), static_cast<float>(glu.alpha)};
+  } else if (glu.form == reference::Glu::kGelu) {
+    config.activation = amx_sft_moe::GeluGlu{};
+  } else if (glu.form == reference::Glu::kGeluTanh) {
+    config.activation = amx_sft_moe::GeluTanhGlu{};
   }
   return config;
 }
@@ -229,6 +277,10 @@ Outputs::Outputs(const Problem& problem) {
   tensors_[reference::kUpB] = like(layer.lora_up, true, h, i);
   tensors_[reference::kDownA] = like(layer.lora_down, false, i, h);
   tensors_[reference::kDownB] = like(layer.lora_down, true, i, h);
+  if (layer.down_bias.empty()) return;
+  tensors_[reference::kGateBias] = Tensor::matrix(s.factors, layer.experts, i, s.padding, s.edge);
+  tensors_[reference::kUpBias] = Tensor::matrix(s.factors, layer.experts, i, s.padding, s.edge);
+  tensors_[reference::kDownBias] = Tensor::matrix(s.factors, layer.experts, h, s.padding, s.edge);
 }
 
 amx_sft_moe::LoraGradients Outputs::lora_gradients() const {
@@ -242,6 +294,9 @@ amx_sft_moe::Gradients Outputs::gradients() const {
   grads.x = tensors_[reference::kGradX].matrix_view();
   grads.routing_weights = tensors_[reference::kGradW].matrix_view();
   grads.lora = lora_gradients();
+  using namespace reference;
+  grads.biases = {tensors_[kGateBias].matrix_view(), tensors_[kUpBias].matrix_view(),
+                  tensors_[kDownBias].matrix_view()};
   return grads;
 }
 

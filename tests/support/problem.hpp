@@ -17,7 +17,7 @@ namespace sft_test {
 
 enum class WeightLayout {
   kStacked,    // gate, up [E, I, H] and down [E, H, I], each one tensor
-  kFused,      // gate_up [E, 2I, H], gate rows first
+  kFused,      // gate_up [E, 2I, H], gate rows first; its bias [E, 2I] interleaved, as gpt-oss has it
   kPerExpert,  // every matrix its own allocation, rows padded
 };
 
@@ -124,8 +124,11 @@ class Problem {
   amx_sft_moe::Config config() const;  // dimensions and activation; two threads
   template <class T>
   amx_sft_moe::BaseWeights<T> base() const {
-    return base_.view<T>();
+    amx_sft_moe::BaseWeights<T> weights = base_.view<T>();
+    weights.biases = biases();
+    return weights;
   }
+  amx_sft_moe::ExpertBiases biases() const;
   BaseStore& base_store() { return base_; }
   amx_sft_moe::LoraWeights lora() const;
   amx_sft_moe::Routing routing() const;
@@ -146,6 +149,7 @@ class Problem {
   void round_values();
   Tensor make_factor(const reference::Adapter& lora, bool is_b, index_t in, index_t out) const;
   void make_factors();
+  void make_biases();
   void store_ids();
 
   Storage storage_;
@@ -155,6 +159,7 @@ class Problem {
   BaseStore base_;
   Tensor x_, grad_y_, routing_weights_;
   Tensor gate_a_, gate_b_, up_a_, up_b_, down_a_, down_b_;
+  Tensor gate_bias_, up_bias_, down_bias_;  // fused weights: gate_bias_ [E, 2I] holds gate and up by turns
   GuardedMemory ids_;
 };
 

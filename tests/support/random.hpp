@@ -58,8 +58,15 @@ inline reference::Layer random_layer(Random& random, const Case& c) {
   layer.lora_down = random_adapter(random, c.experts, c.ranks.down, c.intermediate, c.hidden, 1.9);
   layer.shared_a = c.shared_a;
   if (c.shared_a) layer.lora_up.a = layer.lora_gate.a;
+  layer.glu.form = static_cast<reference::Glu::Form>(c.form);
   // A low limit, so that a good part of the values is cut.
-  if (c.clamped) layer.glu = {true, 0.75, 1.702};
+  if (c.form == Form::kClamped) layer.glu.limit = 0.75;
+  if (c.biases) {
+    const auto e = static_cast<std::size_t>(c.experts);
+    layer.gate_bias = random.values(e * static_cast<std::size_t>(c.intermediate), 0.5);
+    layer.up_bias = random.values(e * static_cast<std::size_t>(c.intermediate), 0.5);
+    layer.down_bias = random.values(e * static_cast<std::size_t>(c.hidden), 0.5);
+  }
   return layer;
 }
 

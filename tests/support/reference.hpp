@@ -36,8 +36,9 @@ struct Adapter {
 };
 
 struct Glu {
-  bool clamped = false;  // gpt-oss's form
-  double limit = 7.0;
+  enum Form { kSilu, kClamped, kGelu, kGeluTanh };  // kClamped: gpt-oss's
+  Form form = kSilu;
+  double limit = 7.0;  // of kClamped, as alpha
   double alpha = 1.702;
 };
 
@@ -48,6 +49,8 @@ struct Layer {
   Adapter lora_gate, lora_up, lora_down;
   bool shared_a = false;  // gate and up have one A: its gradient is the sum, under kGateA
   Glu glu;
+  Vector gate_bias, up_bias;  // [E, I]; empty: none
+  Vector down_bias;           // [E, H]
 };
 
 struct Batch {
@@ -58,9 +61,24 @@ struct Batch {
   Vector grad_y;                  // [T, H]
 };
 
-enum Tensor : std::size_t { kY, kGradX, kGradW, kGateA, kGateB, kUpA, kUpB, kDownA, kDownB, kTensors };
+enum Tensor : std::size_t {
+  kY,
+  kGradX,
+  kGradW,
+  kGateA,
+  kGateB,
+  kUpA,
+  kUpB,
+  kDownA,
+  kDownB,
+  kGateBias,
+  kUpBias,
+  kDownBias,
+  kTensors
+};
 inline constexpr std::array<const char*, kTensors> kTensorNames = {
-    "y", "grad_x", "grad_w", "gate_a", "gate_b", "up_a", "up_b", "down_a", "down_b"};
+    "y",    "grad_x", "grad_w", "gate_a",    "gate_b",  "up_a",
+    "up_b", "down_a", "down_b", "gate_bias", "up_bias", "down_bias"};
 using Results = std::array<Vector, kTensors>;
 
 // Where a hook is called: on an input, on an intermediate (kRow: those rows that are only summed into tokens, d
@@ -109,8 +127,28 @@ inline double sigmoid(double z) {
   return 1.0 / (1.0 + std::exp(-z));
 }
 
+// gelu(g) and its slope. The tanh form is written with tanh itself, as in the paper.
+struct Gelu {
+  double value, slope;
+};
+inline Gelu gelu_of(const Glu& glu, double g) {
+  const double pi = std::acos(-1.0);
+  if (glu.form == Glu::kGelu) {
+    const double cdf = (1 + std::erf(g / std::sqrt(2.0))) / 2;
+    return {g * cdf, cdf + g * std::exp(-g * g / 2) / std::sqrt(2 * pi)};
+  }
+  const double root = std::sqrt(2 / pi);
+  const double t = std::tanh(root * (g + 0.044715 * g * g * g));
+  return {g * (1 + t) / 2, (1 + t) / 2 + g * (1 - t * t) / 2 * root * (1 + 3 * 0.044715 * g * g)};
+}
+
+inline bool is_gelu(const Glu& glu) {
+  return glu.form == Glu::kGelu || glu.form == Glu::kGeluTanh;
+}
+
 inline double glu_forward(const Glu& glu, double g, double u) {
-  if (!glu.clamped) return g * sigmoid(g) * u;
+  if (is_gelu(glu)) return gelu_of(glu, g).value * u;
+  if (glu.form == Glu::kSilu) return g * sigmoid(g) * u;
   const double cut_g = g < glu.limit ? g : glu.limit;
   const double cut_u = u < -glu.limit ? -glu.limit : (u > glu.limit ? glu.limit : u);
   return (cut_u + 1) * cut_g * sigmoid(glu.alpha * cut_g);
@@ -122,11 +160,13 @@ struct GluGradient {
 
 // d act / d g and d act / d u; the clamps pass the gradient at their bounds.
 inline GluGradient glu_backward(const Glu& glu, double g, double u) {
-  const double a = glu.clamped ? glu.alpha : 1.0;
-  const double cut_g = glu.clamped && g > glu.limit ? glu.limit : g;
+  if (is_gelu(glu)) return {gelu_of(glu, g).slope * u, gelu_of(glu, g).value};
+  const bool clamped = glu.form == Glu::kClamped;
+  const double a = clamped ? glu.alpha : 1.0;
+  const double cut_g = clamped && g > glu.limit ? glu.limit : g;
   const double s = sigmoid(a * cut_g);
   const double slope = s + cut_g * a * s * (1 - s);
-  if (!glu.clamped) return {u * slope, g * s};
+  if (!clamped) return {u * slope, g * s};
   const double cut_u = u < -glu.limit ? -glu.limit : (u > glu.limit ? glu.limit : u);
   const bool g_passes = g <= glu.limit;
   const bool u_passes = u >= -glu.limit && u <= glu.limit;
@@ -138,6 +178,20 @@ inline const double* expert_matrix(const Vector& stacked, std::int64_t expert, i
 }
 inline double* expert_matrix(Vector& stacked, std::int64_t expert, int rows, int cols) {
   return stacked.data() + static_cast<std::size_t>(expert) * rows * cols;
+}
+
+// out += bias[expert], where there is one.
+inline void add_bias(const Vector& bias, std::int64_t expert, Vector& out) {
+  if (bias.empty()) return;
+  const double* row = expert_matrix(bias, expert, 1, static_cast<int>(out.size()));
+  for (std::size_t n = 0; n < out.size(); ++n) out[n] += row[n];
+}
+
+// grad_bias[expert] += grad, where there is one.
+inline void add_to_expert(Vector& grad_bias, std::int64_t expert, const Vector& grad) {
+  if (grad_bias.empty()) return;
+  double* row = expert_matrix(grad_bias, expert, 1, static_cast<int>(grad.size()));
+  for (std::size_t n = 0; n < grad.size(); ++n) row[n] += grad[n];
 }
 
 // What one route (a token with one of its experts) computes on the way.
@@ -177,6 +231,8 @@ Route forward_route(const Layer& layer, const Vector& x, std::int64_t expert, Ho
   r.u_gate = add_lora(layer.lora_gate, expert, h, i, x, r.g, hook);
   r.u = times(expert_matrix(layer.up, expert, i, h), i, h, x);
   r.u_up = add_lora(layer.lora_up, expert, h, i, x, r.u, hook);
+  add_bias(layer.gate_bias, expert, r.g);
+  add_bias(layer.up_bias, expert, r.u);
   apply(hook, Site::kInterior, r.g);
   apply(hook, Site::kInterior, r.u);
   r.h.resize(static_cast<std::size_t>(i));
@@ -184,6 +240,7 @@ Route forward_route(const Layer& layer, const Vector& x, std::int64_t expert, Ho
   apply(hook, Site::kInterior, r.h);
   r.d = times(expert_matrix(layer.down, expert, h, i), h, i, r.h);
   r.u_down = add_lora(layer.lora_down, expert, i, h, r.h, r.d, hook);
+  add_bias(layer.down_bias, expert, r.d);
   apply(hook, Site::kRow, r.d);
   return r;
 }
@@ -217,6 +274,7 @@ double backward_route(const Layer& layer, const Route& r, double weight, const V
   Vector grad_d = grad_y;  // [H]
   for (double& value : grad_d) value *= weight;
   apply(hook, Site::kInterior, grad_d);
+  add_to_expert(out[kDownBias], r.expert, grad_d);
   Vector grad_h = backward_linear(layer.down, layer.lora_down, r.expert, i, h, r.h, r.u_down, grad_d,
                                   out[kDownA], out[kDownB], hook);  // [I]
   apply(hook, Site::kInterior, grad_h);
@@ -229,6 +287,8 @@ double backward_route(const Layer& layer, const Route& r, double weight, const V
   }
   apply(hook, Site::kInterior, grad_g);
   apply(hook, Site::kInterior, grad_u);
+  add_to_expert(out[kGateBias], r.expert, grad_g);
+  add_to_expert(out[kUpBias], r.expert, grad_u);
   Vector& grad_up_a = layer.shared_a ? out[kGateA] : out[kUpA];
   Vector of_gate = backward_linear(layer.gate, layer.lora_gate, r.expert, h, i, r.x, r.u_gate, grad_g,
                                    out[kGateA], out[kGateB], hook);
@@ -251,6 +311,9 @@ inline Results zero_results(const Layer& layer, const Batch& batch) {
   out[kUpB] = zeros(layer.lora_up.b);
   out[kDownA] = zeros(layer.lora_down.a);
   out[kDownB] = zeros(layer.lora_down.b);
+  out[kGateBias] = zeros(layer.gate_bias);
+  out[kUpBias] = zeros(layer.up_bias);
+  out[kDownBias] = zeros(layer.down_bias);
   return out;
 }
 

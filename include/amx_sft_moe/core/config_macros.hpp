@@ -43,6 +43,7 @@
 
 // Target attributes of the leaf functions in arch/. No -m flag is ever needed: one binary holds every
 // instruction set and chooses at run time.
+#define AMX_SFT_MOE_TARGET_AVX2 __attribute__((target("avx2,fma")))
 #define AMX_SFT_MOE_TARGET_AVX512 __attribute__((target("avx512f,avx512bw,avx512dq,avx512vl,fma")))
 #define AMX_SFT_MOE_TARGET_AVX512_BF16 \
   __attribute__((target("avx512f,avx512bw,avx512dq,avx512vl,avx512bf16,fma")))

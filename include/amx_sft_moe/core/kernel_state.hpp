@@ -39,7 +39,8 @@ class KernelStateSlot {
   void grow_to(const KernelStateSlot& other) {
     if (!other.state_ || &other == this) return;
     const KernelState& theirs = *other.state_;
-    if (!state_ || typeid(*state_) != typeid(theirs)) state_ = theirs.make_empty();
+    const KernelState* ours = state_.get();
+    if (ours == nullptr || typeid(*ours) != typeid(theirs)) state_ = theirs.make_empty();
     state_->grow_to(theirs);
   }
 

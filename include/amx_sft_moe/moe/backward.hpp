@@ -1,12 +1,14 @@
 // The phases of a backward pass, in order. Each is one region of tasks; its end is a synchronisation point (5
 // in all).
 //
-//   scatter       p = grad_y of each row's token;  v_d = s p Bd
+//   scatter       p = grad_y of each row's token;  <p, bias>;  v_d = s p Bd
 //   down          grad_h = p Wd + v_d Ad,        beside  grad_Ad = (w v_d)^T h, grad_Bd = (w p)^T u_d
-//   activation    grad_g, grad_u = act'(g, u) w grad_h;  <grad_h, h>;  v_g = s grad_g Bg, v_u = s grad_u Bu
+//   activation    grad_g, grad_u = act'(g, u) w grad_h;  <grad_h, h> + <p, bias>;  v_g = s grad_g Bg, v_u = s grad_u Bu
 //   gate_up       grad_x rows = grad_g Wg + grad_u Wu + v_g Ag + v_u Au,
 //                                                beside  grad_A = v^T x, grad_B = grad^T u for gate and up
 //   sum_tokens    grad_x and the gradient of the routing weights
+//
+// Gradients of biases, sums over an expert's rows, are made beside grad_B of the same projection.
 //
 // s is in the saved u and in v, so no product is scaled again. Tasks of a region do not depend on one another.
 #pragma once
@@ -28,7 +30,7 @@ struct BackwardRows {
   MatrixView<Stored> grad_up;       // [S, I]
   MatrixView<Stored> v_gate, v_up;  // [S, r]
   MatrixView<float> grad_x;         // [S, H]
-  float* weight_grad;               // [S]
+  float* weight_grad;               // [S]: <p, bias> until the activation's phase completes it
 
   explicit BackwardRows(Step<Kernel>& step) {
     Workspace& work = step.work;
@@ -62,6 +64,10 @@ void backward_scatter(Step<Kernel>& step, const BackwardRows<Kernel>& rows, cons
       source.visit([&](const auto& from) {
         Kernel::Rows::template stage<Stored>(from, task.rows, step.hidden, step.hidden, p.data, p.row_stride);
       });
+      for (index_t i = 0; i < task.rows; ++i) {
+        rows.weight_grad[expert.row_begin + task.row + i] =
+            dot_with_bias(p.row(i), step.weights.biases.down, expert.expert);
+      }
     });
     if (step.lora.down.rank() == 0) return;
     worker.time(Phase::kD4LoraGrad, [&] {
@@ -119,17 +125,21 @@ void backward_down_grad_a(Step<Kernel>& step, const BackwardRows<Kernel>& rows, 
                            {grads.accumulate, grads.scale});
 }
 
-// grad_Bd = (w p)^T u_d, a block of rows; the weight goes to the small factor.
+// grad_Bd = (w p)^T u_d, a block of rows, and the bias' (w p)^T 1; the weight goes to the small factor.
 template <class Kernel>
 void backward_down_grad_b(Step<Kernel>& step, const BackwardRows<Kernel>& rows, Worker<Kernel>& worker,
                           const Task& task, const Gradients& grads) {
   const ExpertRows& expert = *task.expert;
-  const gemm::Factor u{rows_of(step.saved.u_down, expert, 0),
-                       step.work.routing.weight_of_row() + expert.row_begin};
+  const float* weights = step.work.routing.weight_of_row() + expert.row_begin;
+  const lora::GradientMode mode{grads.accumulate, grads.scale};
   const auto panels = gemm::pack_tokens<Kernel>(
       worker.gemm, gemm::AnyRows(rows_of(rows.p, expert, 0)).from(0, task.col), expert.rows, task.cols);
-  lora::gradient_b<Kernel>(worker.gemm, u, panels, task.col, grads.lora.down_b[expert.expert],
-                           {grads.accumulate, grads.scale});
+  if (!grads.biases.down.empty()) {
+    bias_gradient<Kernel>(worker.gemm, weights, panels, expert.expert, task.col, grads.biases.down, mode);
+  }
+  if (grads.lora.down_b.empty()) return;
+  lora::gradient_b<Kernel>(worker.gemm, {rows_of(step.saved.u_down, expert, 0), weights}, panels, task.col,
+                           grads.lora.down_b[expert.expert], mode);
 }
 
 // Zeros for the experts without tokens, where gradients are overwritten.
@@ -152,6 +162,7 @@ template <class Kernel>
 void backward_down(Step<Kernel>& step, const BackwardRows<Kernel>& rows, const Gradients& grads) {
   using E = typename Kernel::Compute;
   auto& tasks = step.work.tasks;
+  const bool wants_b = !grads.lora.down_b.empty() || !grads.biases.down.empty();
   tasks.clear();
   for (const ExpertRows& expert : step.work.routing.active()) {
     add_tasks(tasks, kDownGemm, expert, gemm::Blocking::kTokensPerTask, step.intermediate,
@@ -160,9 +171,9 @@ void backward_down(Step<Kernel>& step, const BackwardRows<Kernel>& rows, const G
   for (const ExpertRows& expert : step.work.routing.active()) {
     const index_t cols = step.blocking.template cols_for<E>(expert.rows);
     if (!grads.lora.down_a.empty()) add_tasks(tasks, kDownGradA, expert, expert.rows, step.intermediate, cols);
-    if (!grads.lora.down_b.empty()) add_tasks(tasks, kDownGradB, expert, expert.rows, step.hidden, cols);
+    if (wants_b) add_tasks(tasks, kDownGradB, expert, expert.rows, step.hidden, cols);
   }
-  if (!grads.lora.down_a.empty() || !grads.lora.down_b.empty()) {
+  if (!grads.lora.down_a.empty() || wants_b) {
     add_idle_tasks(tasks, kDownIdle, step.work.routing, grads);
   }
 
@@ -179,6 +190,7 @@ void backward_down(Step<Kernel>& step, const BackwardRows<Kernel>& rows, const G
       } else {
         clear_idle(grads.lora.down_a, task.idle_expert);
         clear_idle(grads.lora.down_b, task.idle_expert);
+        clear_bias_gradient(grads.biases.down, task.idle_expert);
       }
     });
   });
@@ -198,7 +210,7 @@ void backward_activation(Step<Kernel>& step, const BackwardRows<Kernel>& rows) {
       std::visit(
           [&](const auto& activation) {
             for (index_t row = first; row < first + task.rows; ++row) {
-              rows.weight_grad[row] = Kernel::Activation::backward(
+              rows.weight_grad[row] += Kernel::Activation::backward(
                   activation, rows.grad_h.row(row), step.saved.gate.row(row), step.saved.up.row(row),
                   work.routing.weight_of_row()[row], step.intermediate, rows.grad_gate.row(row),
                   rows.grad_up.row(row));
@@ -272,16 +284,21 @@ void backward_grad_a(Step<Kernel>& step, const BackwardRows<Kernel>& rows, Worke
   });
 }
 
-// grad_B = grad^T u of gate or up, a block of rows.
+// grad_B = grad^T u of gate or up, a block of rows, and the bias' grad^T 1.
 template <class Kernel>
 void backward_grad_b(Worker<Kernel>& worker, const Task& task, const MatrixView<typename Kernel::Stored>& grad,
                      const MatrixView<typename Kernel::Stored>& u, const AnyExpertTensor& grad_b,
-                     const Gradients& grads) {
+                     const AnyMatrix& grad_bias, const Gradients& grads) {
   const ExpertRows& expert = *task.expert;
   const auto panels = gemm::pack_tokens<Kernel>(
       worker.gemm, gemm::AnyRows(rows_of(grad, expert, 0)).from(0, task.col), expert.rows, task.cols);
+  const lora::GradientMode mode{grads.accumulate, grads.scale};
+  if (!grad_bias.empty()) {
+    bias_gradient<Kernel>(worker.gemm, nullptr, panels, expert.expert, task.col, grad_bias, mode);
+  }
+  if (grad_b.empty()) return;
   lora::gradient_b<Kernel>(worker.gemm, {rows_of(u, expert, 0), nullptr}, panels, task.col,
-                           grad_b[expert.expert], {grads.accumulate, grads.scale});
+                           grad_b[expert.expert], mode);
 }
 
 template <class Kernel>
@@ -289,6 +306,9 @@ void add_gate_up_tasks(Step<Kernel>& step, const Gradients& grads) {
   using E = typename Kernel::Compute;
   auto& tasks = step.work.tasks;
   const LoraGradients& to = grads.lora;
+  const bool wants_a = !to.gate_a.empty() || !to.up_a.empty();
+  const bool wants_gate_b = !to.gate_b.empty() || !grads.biases.gate.empty();
+  const bool wants_up_b = !to.up_b.empty() || !grads.biases.up.empty();
   tasks.clear();
   if (!grads.x.empty()) {
     for (const ExpertRows& expert : step.work.routing.active()) {
@@ -298,12 +318,11 @@ void add_gate_up_tasks(Step<Kernel>& step, const Gradients& grads) {
   }
   for (const ExpertRows& expert : step.work.routing.active()) {
     const index_t cols = step.blocking.template cols_for<E>(expert.rows);
-    if (!to.gate_a.empty() || !to.up_a.empty())
-      add_tasks(tasks, kGradA, expert, expert.rows, step.hidden, cols);
-    if (!to.gate_b.empty()) add_tasks(tasks, kGradBGate, expert, expert.rows, step.intermediate, cols);
-    if (!to.up_b.empty()) add_tasks(tasks, kGradBUp, expert, expert.rows, step.intermediate, cols);
+    if (wants_a) add_tasks(tasks, kGradA, expert, expert.rows, step.hidden, cols);
+    if (wants_gate_b) add_tasks(tasks, kGradBGate, expert, expert.rows, step.intermediate, cols);
+    if (wants_up_b) add_tasks(tasks, kGradBUp, expert, expert.rows, step.intermediate, cols);
   }
-  if (!to.gate_a.empty() || !to.up_a.empty() || !to.gate_b.empty() || !to.up_b.empty()) {
+  if (wants_a || wants_gate_b || wants_up_b) {
     add_idle_tasks(tasks, kGateUpIdle, step.work.routing, grads);
   }
 }
@@ -322,22 +341,25 @@ void backward_gate_up(Step<Kernel>& step, const BackwardRows<Kernel>& rows, cons
         break;
       case kGradBGate:
         worker.time(Phase::kGuLoraGate, [&] {
-          backward_grad_b(worker, task, rows.grad_gate, step.saved.u_gate, grads.lora.gate_b, grads);
+          backward_grad_b(worker, task, rows.grad_gate, step.saved.u_gate, grads.lora.gate_b, grads.biases.gate,
+                          grads);
         });
         break;
       case kGradBUp:
         worker.time(Phase::kGuLoraUp, [&] {
-          backward_grad_b(worker, task, rows.grad_up, step.saved.u_up, grads.lora.up_b, grads);
+          backward_grad_b(worker, task, rows.grad_up, step.saved.u_up, grads.lora.up_b, grads.biases.up, grads);
         });
         break;
       default:
         worker.time(Phase::kGuLoraGate, [&] {
           clear_idle(grads.lora.gate_a, task.idle_expert);
           clear_idle(grads.lora.gate_b, task.idle_expert);
+          clear_bias_gradient(grads.biases.gate, task.idle_expert);
         });
         worker.time(Phase::kGuLoraUp, [&] {
           if (!step.lora.gate_up_share_a()) clear_idle(grads.lora.up_a, task.idle_expert);
           clear_idle(grads.lora.up_b, task.idle_expert);
+          clear_bias_gradient(grads.biases.up, task.idle_expert);
         });
     }
   });

@@ -2,11 +2,12 @@
 // all).
 //
 //   gather        x -> packed panels per expert;  u = s x A^T for gate and up
-//   gate_up       g = x Wg^T + u_g Bg^T, u likewise; h = act(g, u) -> packed panels; u_down = s h Ad^T
-//   down          w d = w (h Wd^T + u_d Bd^T) per route
+//   gate_up       g = x Wg^T + u_g Bg^T + bias, u likewise; h = act(g, u) -> packed panels; u_down = s h Ad^T
+//   down          w d = w (h Wd^T + u_d Bd^T + bias) per route
 //   sum_tokens    y = sum over a token's routes
 #pragma once
 
+#include "amx_sft_moe/moe/bias.hpp"
 #include "amx_sft_moe/moe/step.hpp"
 
 AMX_SFT_MOE_NAMESPACE_BEGIN
@@ -66,7 +67,7 @@ std::array<gemm::Term<typename Kernel::Compute>, 2> adapted_terms(
   return terms;
 }
 
-// Stores g and u for backward, applies the activation and packs h, block by block.
+// Adds the biases, stores g and u for backward, applies the activation and packs h, block by block.
 template <class Kernel>
 void finish_gate_up_block(Step<Kernel>& step, const Task& task, const std::array<gemm::Block, 2>& blocks,
                           const gemm::Panels<typename Kernel::Compute>& h) {
@@ -74,6 +75,8 @@ void finish_gate_up_block(Step<Kernel>& step, const Task& task, const std::array
   const gemm::Block& gate = blocks[0];  // [rows of W, tokens]
   const gemm::Block& up = blocks[1];
   const index_t first = task.col + gate.row;
+  add_bias(gate, step.weights.biases.gate, task.expert->expert, first);
+  add_bias(up, step.weights.biases.up, task.expert->expert, first);
   if (step.saved.gate.data != nullptr) {
     auto save = [&](const gemm::Block& block, const MatrixView<Stored>& to) {
       const MatrixView<Stored> rows = rows_of(to, *task.expert, task.row + block.col);
@@ -171,6 +174,7 @@ void forward_down(Step<Kernel>& step) {
       gemm::gemm_nt<Kernel>(
           worker.gemm, task.cols, task.rows, outputs, [&](const std::array<gemm::Block, 1>& blocks) {
             const gemm::Block& d = blocks[0];  // [rows of Wd, tokens]
+            add_bias(d, step.weights.biases.down, e, task.col + d.row);
             const arch::BlockTarget<float> to{
                 rows.row(d.col) + task.col + d.row, 1, rows.row_stride, false, 1.0F, weights + d.col};
             Kernel::Rows::store(d.c, d.stride, d.rows, d.cols, to);

@@ -6,13 +6,19 @@
 
 AMX_SFT_MOE_NAMESPACE_BEGIN
 
+// Gradients of the biases, [E, out] with any strides, fp32 or bf16.
+struct BiasGradients {
+  AnyMatrix gate, up, down;
+};
+
 // Empty views are not wanted and not computed where that saves work.
 struct Gradients {
   AnyMatrix x;                // grad_x [T, H], bf16 or fp32; overwritten
   AnyMatrix routing_weights;  // grad_w [T, k], fp32 or bf16; overwritten
   LoraGradients lora;
-  bool accumulate = false;  // lora gradients: add to what is there instead of overwriting
-  float scale = 1.0F;       // lora gradients: multiplied into this call's contribution
+  bool accumulate = false;  // parameter gradients: add to what is there instead of overwriting
+  float scale = 1.0F;       // parameter gradients: multiplied into this call's contribution
+  BiasGradients biases = {};
 };
 
 AMX_SFT_MOE_NAMESPACE_END

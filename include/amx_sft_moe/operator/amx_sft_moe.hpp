@@ -192,7 +192,7 @@ class AMX_SFT_MOE {
   void run_backward(const Routing& routing, const AnyConstMatrix& x, const SavedActivations<Stored>& saved,
                     const AnyConstMatrix& grad_y, const Gradients& grads) {
     validate::matrix("grad_y", grad_y, routing.tokens, config_.hidden_size, true);
-    validate::gradients(grads, routing.tokens, config_, lora_);
+    validate::gradients(grads, routing.tokens, config_, lora_, weights_.biases);
     const std::int64_t begin_ns = now_ns();
     route(routing);
     const index_t rows_routed = workspace_->routing.routed_rows();

@@ -11,15 +11,15 @@ AMX_SFT_MOE_NAMESPACE_BEGIN
 
 // E experts, k = top_k, H hidden, I intermediate.
 struct Config {
-  index_t num_experts = 0;            // E >= 1
-  index_t top_k = 0;                  // 1 <= k; k > E is legal where ids repeat or are skipped
-  index_t hidden_size = 0;            // H >= 1
-  index_t intermediate_size = 0;      // I >= 1
-  std::optional<index_t> max_tokens;  // refuse more tokens a call than this; unset: buffers grow
-  index_t cache_depth = 1;            // how many forwards may wait for their backward
+  index_t num_experts = 0;                 // E >= 1
+  index_t top_k = 0;                       // 1 <= k; k > E is legal where ids repeat or are skipped
+  index_t hidden_size = 0;                 // H >= 1
+  index_t intermediate_size = 0;           // I >= 1
+  std::optional<index_t> max_tokens = {};  // refuse more tokens a call than this; unset: buffers grow
+  index_t cache_depth = 1;                 // how many forwards may wait for their backward
   Activation activation = SiluGlu{};
-  int num_threads = 0;  // 0: as many as OpenMP would use at the time of the call
-  std::string name;     // of the layer, for dumps
+  int num_threads = 0;    // 0: as many as OpenMP would use at the time of the call
+  std::string name = {};  // of the layer, for dumps
 };
 
 struct Routing {

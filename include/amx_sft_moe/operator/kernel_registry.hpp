@@ -10,6 +10,7 @@
 #include <vector>
 
 #include "amx_sft_moe/kernels/amx_bf16.hpp"
+#include "amx_sft_moe/kernels/avx2.hpp"
 #include "amx_sft_moe/kernels/avx512.hpp"
 #include "amx_sft_moe/kernels/avx512_bf16.hpp"
 #include "amx_sft_moe/kernels/kernel_list.hpp"
@@ -26,6 +27,8 @@ using DefaultKernels = kernels::KernelList<  //
     kernels::Avx512Bf16,                     //
     kernels::Avx512<bf16>,                   //
     kernels::Avx512<float>,                  //
+    kernels::Avx2<bf16>,                     //
+    kernels::Avx2<float>,                    //
     kernels::Portable<bf16>,                 //
     kernels::Portable<float>>;
 

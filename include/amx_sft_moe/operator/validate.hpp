@@ -42,6 +42,12 @@ void expert_matrices(std::string_view name, const ExpertMatrices<const T>& matri
   }
 }
 
+inline void bias(std::string_view name, const AnyConstMatrix& bias, index_t experts, index_t out) {
+  if (bias.empty()) return;
+  require_equal({name, ".rows"}, experts, bias.rows());
+  require_equal({name, ".cols"}, out, bias.cols());
+}
+
 template <class T>
 void base_weights(const BaseWeights<T>& weights, const Config& config) {
   const index_t hidden = config.hidden_size;
@@ -49,6 +55,9 @@ void base_weights(const BaseWeights<T>& weights, const Config& config) {
   expert_matrices<T>("weights.gate", weights.gate, config.num_experts, intermediate, hidden);
   expert_matrices<T>("weights.up", weights.up, config.num_experts, intermediate, hidden);
   expert_matrices<T>("weights.down", weights.down, config.num_experts, hidden, intermediate);
+  bias("weights.biases.gate", weights.biases.gate, config.num_experts, intermediate);
+  bias("weights.biases.up", weights.biases.up, config.num_experts, intermediate);
+  bias("weights.biases.down", weights.biases.down, config.num_experts, hidden);
 }
 
 template <bool Const>
@@ -142,7 +151,15 @@ inline void gradient(std::string_view name, const AnyExpertTensor& grad,
   expert_tensor(name, grad, parameter.experts(), parameter.rows(), parameter.cols());
 }
 
-inline void gradients(const Gradients& grads, index_t tokens, const Config& config, const LoraWeights& lora) {
+inline void bias_gradient(std::string_view name, const AnyMatrix& grad, const AnyConstMatrix& bias) {
+  if (grad.empty()) return;
+  if (bias.empty()) throw ArgumentError(concat(name, ": expected none (no such bias), got a tensor"));
+  require_equal({name, ".rows"}, bias.rows(), grad.rows());
+  require_equal({name, ".cols"}, bias.cols(), grad.cols());
+}
+
+inline void gradients(const Gradients& grads, index_t tokens, const Config& config, const LoraWeights& lora,
+                      const ExpertBiases& biases) {
   if (!grads.x.empty()) matrix("grads.x", grads.x, tokens, config.hidden_size, true);
   if (!grads.routing_weights.empty()) {
     matrix("grads.routing_weights", grads.routing_weights, tokens, config.top_k, false);
@@ -158,6 +175,9 @@ inline void gradients(const Gradients& grads, index_t tokens, const Config& conf
         "grads.lora.up_a: expected none (gate and up share one A, grads.lora.gate_a receives the sum), "
         "got a tensor");
   }
+  bias_gradient("grads.biases.gate", grads.biases.gate, biases.gate);
+  bias_gradient("grads.biases.up", grads.biases.up, biases.up);
+  bias_gradient("grads.biases.down", grads.biases.down, biases.down);
   if (!std::isfinite(grads.scale)) {
     throw ArgumentError(concat("grads.scale: expected a finite number, got ", grads.scale));
   }

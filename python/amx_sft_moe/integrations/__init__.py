@@ -14,11 +14,12 @@ def register(
 
     Call it before the model is made: ``from_pretrained(..., experts_implementation="amx_sft_moe")`` or
     ``model.set_experts_implementation("amx_sft_moe")``. Layers are taken by their shapes, flags and
-    activation (Qwen3-MoE and its like: fused ``gate_up_proj [E, 2I, H]``, SiLU); what is not understood runs
-    through transformers' default implementation, with one warning that says why. Calling again replaces the
-    options.
+    activation (Qwen3-MoE, Gemma 4 and their like: fused ``gate_up_proj [E, 2I, H]``, SiLU or GELU, biases
+    ``gate_up_proj_bias [E, 2I]`` and ``down_proj_bias [E, H]`` where the family has them); what is not
+    understood runs through transformers' default implementation, with one warning that says why. Calling again
+    replaces the options.
 
-    Base weights must be frozen; while they train, the default implementation runs.
+    Base weights must be frozen; while they train, the default implementation runs. Biases may train.
 
     Args:
         name: under which transformers finds it; different names may have different options.

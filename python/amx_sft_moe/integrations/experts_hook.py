@@ -14,10 +14,10 @@ from torch import nn
 from amx_sft_moe.autograd import sft_moe
 from amx_sft_moe.integrations.adapters_in_use import NotUnderstoodError, lora_of
 from amx_sft_moe.integrations.adapters_in_use import active_on as active_adapters_on
-from amx_sft_moe.layer import FrozenExperts
+from amx_sft_moe.layer import ExpertBiases, FrozenExperts
 
 try:
-    from transformers.activations import SiLUActivation
+    from transformers import activations
     from transformers.integrations import moe
 except ImportError as error:
     raise ImportError(
@@ -31,10 +31,22 @@ _FLOATS = (torch.bfloat16, torch.float32)
 # What transformers' decorator sets on modules whose weights are laid out as in Qwen3-MoE.
 _FLAGS = {
     "has_gate": True,
-    "has_bias": False,
     "is_transposed": False,
     "is_concatenated": True,
     "has_post_expert_norm": False,
+}
+# Exact types of act_fn (a subclass may compute anything) and what the operator calls them. All forms of the
+# tanh approximation are the same formula.
+_ACTIVATIONS = {nn.SiLU: "silu"} | {
+    kind: activation
+    for name, activation in (
+        ("SiLUActivation", "silu"),
+        ("GELUActivation", "gelu"),
+        ("GELUTanh", "gelu_tanh"),
+        ("NewGELUActivation", "gelu_tanh"),
+        ("FastGELUActivation", "gelu_tanh"),
+    )
+    if (kind := getattr(activations, name, None)) is not None
 }
 _DEFAULT_GATE = getattr(moe, "_default_apply_gate", None)
 
@@ -75,23 +87,30 @@ class ExpertsHook:
     ) -> FrozenExperts:
         """The layer's base weights, where this call can be taken."""
         _require_layout(module)
+        activation = _activation_of(module)
         _require_inputs(x, expert_ids, routing_weights)
         gate_up, down = base_weight(module, "gate_up_proj"), base_weight(module, "down_proj")
         if torch.is_grad_enabled() and (gate_up.requires_grad or down.requires_grad):
             raise NotUnderstoodError("base weights require a gradient, which the operator does not compute")
+        biases = _biases_of(module) if getattr(module, "has_bias", False) else ExpertBiases()
         top_k = expert_ids.shape[1]
         found = self._layers.get(module)
         if (
             found is None
-            or found.top_k != top_k
+            or (found.top_k, found.activation) != (top_k, activation)
             or found.weights["gate_up_proj"] is not gate_up
             or found.weights["down_proj"] is not down
+            or found.biases.gate_up_bias is not biases.gate_up_bias
+            or found.biases.down_bias is not biases.down_bias
         ):
             _require_weights(gate_up, down, x.shape[1])
+            _require_biases(biases, down)
             found = FrozenExperts(
                 top_k=top_k,
                 gate_up_proj=gate_up,
                 down_proj=down,
+                biases=biases,
+                activation=activation,
                 kernel=self._kernel,
                 num_threads=self._num_threads,
             )
@@ -120,9 +139,29 @@ def _require_layout(module: nn.Module) -> None:
             raise NotUnderstoodError(f"expected {flag}={expected}, got {getattr(module, flag)}")
     if _DEFAULT_GATE is None or getattr(type(module), "_apply_gate", _DEFAULT_GATE) is not _DEFAULT_GATE:
         raise NotUnderstoodError("expected the default gate, act_fn(gate) * up, got an overridden _apply_gate")
-    activation = getattr(module, "act_fn", None)
-    if not isinstance(activation, nn.SiLU | SiLUActivation) and activation is not nn.functional.silu:
-        raise NotUnderstoodError(f"expected the activation SiLU, got {type(activation).__name__}")
+
+
+def _activation_of(module: nn.Module) -> str:
+    act_fn = getattr(module, "act_fn", None)
+    if type(act_fn) is nn.GELU:
+        return "gelu_tanh" if act_fn.approximate == "tanh" else "gelu"
+    if act_fn is nn.functional.silu:
+        return "silu"
+    if act_fn is nn.functional.gelu:
+        return "gelu"
+    if type(act_fn) not in _ACTIVATIONS:
+        raise NotUnderstoodError(f"expected the activation SiLU or GELU, got {type(act_fn).__name__}")
+    return _ACTIVATIONS[type(act_fn)]
+
+
+def _biases_of(module: nn.Module) -> ExpertBiases:
+    found = {}
+    for name in ("gate_up_proj_bias", "down_proj_bias"):
+        # Only the plain parameter: a bias that something adapts is not what is stored.
+        found[name] = module._parameters.get(name)
+        if found[name] is None:
+            raise NotUnderstoodError(f"expected a parameter {name}, got none")
+    return ExpertBiases(gate_up_bias=found["gate_up_proj_bias"], down_bias=found["down_proj_bias"])
 
 
 def _require_inputs(x: torch.Tensor, expert_ids: torch.Tensor, routing_weights: torch.Tensor) -> None:
@@ -161,6 +200,23 @@ def _require_weights(gate_up: torch.Tensor, down: torch.Tensor, hidden: int) -> 
             f"expected gate_up_proj [E, 2I, H] and down_proj [E, H, I] with H={hidden}, got "
             f"{list(gate_up.shape)} and {list(down.shape)}"
         )
+
+
+def _require_biases(biases: ExpertBiases, down: torch.Tensor) -> None:
+    e, h, i = down.shape
+    for name, bias, shape in (
+        ("gate_up_proj_bias", biases.gate_up_bias, (e, 2 * i)),
+        ("down_proj_bias", biases.down_bias, (e, h)),
+    ):
+        if bias is None:
+            continue
+        if type(bias) is not nn.Parameter or bias.device.type != "cpu" or bias.dtype not in _FLOATS:
+            raise NotUnderstoodError(
+                f"expected {name} as a plain parameter in bfloat16 or float32 on cpu, got a "
+                f"{type(bias).__name__} in {bias.dtype} on {bias.device}"
+            )
+        if tuple(bias.shape) != shape:
+            raise NotUnderstoodError(f"expected {name} {list(shape)}, got {list(bias.shape)}")
 
 
 def _default_implementation(module: nn.Module) -> Any:

@@ -12,8 +12,11 @@ namespace avx512 {
 // times 2^n. Out of range gives 0 or infinity; NaN stays NaN (min and max return their second operand then).
 AMX_SFT_MOE_INLINE AMX_SFT_MOE_TARGET_AVX512 __m512 exp16(__m512 x) {
   x = _mm512_max_ps(_mm512_set1_ps(-104.0F), _mm512_min_ps(_mm512_set1_ps(89.0F), x));
+#pragma GCC diagnostic push
+#pragma GCC diagnostic ignored "-Wsign-conversion"  // at -O0 GCC's roundscale is a macro with a signed mask
   const __m512 n = _mm512_roundscale_ps(_mm512_mul_ps(x, _mm512_set1_ps(1.44269504F)),
                                         _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
+#pragma GCC diagnostic pop
   __m512 f = _mm512_fnmadd_ps(n, _mm512_set1_ps(0.693359375F), x);  // ln 2 in two parts, the first exact
   f = _mm512_fnmadd_ps(n, _mm512_set1_ps(-2.12194440e-4F), f);      // in few bits (Cody and Waite)
   __m512 p = _mm512_set1_ps(1.0F / 5040.0F);

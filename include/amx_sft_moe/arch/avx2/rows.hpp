@@ -1,0 +1,135 @@
+// Row operations with AVX2: the same interface and the same meaning as PortableRows, whose functions serve
+// whatever has no adjacent columns.
+#pragma once
+
+#include "amx_sft_moe/arch/avx2/pack.hpp"
+
+AMX_SFT_MOE_NAMESPACE_BEGIN
+namespace arch {
+
+struct Avx2Rows {
+  template <class E, class S>
+  static void pack_rows(const RowSource<S>& src, index_t k, index_t k_padded, index_t cols, float scale,
+                        E* panels, index_t panel_stride) {
+    avx2::pack_rows(src, k, k_padded, cols, scale, panels, panel_stride);
+  }
+  template <class E, class S>
+  static void pack_columns(const RowSource<S>& src, index_t cols, index_t k, index_t k_padded, E* panels,
+                           index_t panel_stride) {
+    avx2::pack_columns(src, cols, k, k_padded, panels, panel_stride);
+  }
+
+  template <class E, class S>
+  AMX_SFT_MOE_TARGET_AVX2 static void stage(const RowSource<S>& src, index_t rows, index_t k, index_t k_padded,
+                                            E* dst, index_t dst_stride) {
+    if (src.col_stride != 1) return PortableRows::stage(src, rows, k, k_padded, dst, dst_stride);
+    for (index_t i = 0; i < rows; ++i) {
+      const S* row = src.row(i);
+      E* out = dst + i * dst_stride;
+      index_t kk = 0;
+      for (; kk + 16 <= k; kk += 16) {
+        avx2::store8(out + kk, avx2::load8(row + kk));
+        avx2::store8(out + kk + 8, avx2::load8(row + kk + 8));
+      }
+      for (; kk < k_padded; kk += 8) avx2::store8(out + kk, k_padded - kk, avx2::load8(row + kk, k - kk));
+    }
+  }
+
+  template <class E, class S>
+  AMX_SFT_MOE_TARGET_AVX2 static void stage_transposed(const RowSource<S>& src, index_t rows, index_t k,
+                                                       index_t k_padded, const float* weights, E* dst,
+                                                       index_t dst_stride) {
+    if (src.col_stride != 1) {
+      return PortableRows::stage_transposed(src, rows, k, k_padded, weights, dst, dst_stride);
+    }
+    for (index_t kk = 0; kk < k_padded; kk += 8) {
+      for (index_t i = 0; i < rows; i += 8) {
+        __m256 r[8];
+        AMX_SFT_MOE_UNROLL
+        for (int t = 0; t < 8; ++t) {
+          r[t] = _mm256_setzero_ps();
+          if (kk + t >= k) continue;
+          const __m256 weight = _mm256_set1_ps(weights == nullptr ? 1.0F : weights[kk + t]);
+          r[t] = _mm256_mul_ps(avx2::load8(src.row(kk + t) + i, rows - i), weight);
+        }
+        avx2::transpose_8x8(r);
+        AMX_SFT_MOE_UNROLL
+        for (int t = 0; t < 8; ++t) {
+          if (i + t < rows) avx2::store8(dst + (i + t) * dst_stride + kk, k_padded - kk, r[t]);
+        }
+      }
+    }
+  }
+
+  template <class T>
+  static void store(const float* c, index_t c_stride, index_t rows, index_t cols, const BlockTarget<T>& to) {
+    if (to.col_stride == 1) return store_rows(c, c_stride, rows, cols, to);
+    if (to.row_stride == 1) return store_columns(c, c_stride, rows, cols, to);
+    PortableRows::store(c, c_stride, rows, cols, to);
+  }
+
+  template <class T>
+  AMX_SFT_MOE_TARGET_AVX2 static void sum_rows(const float* rows, index_t row_stride, const std::int32_t* index,
+                                               index_t slots, index_t cols, T* out) {
+    for (index_t c = 0; c < cols; c += 32) {  // a row's two cache lines at a time
+      __m256 sum[4] = {_mm256_setzero_ps(), _mm256_setzero_ps(), _mm256_setzero_ps(), _mm256_setzero_ps()};
+      const index_t left = cols - c;
+      for (index_t slot = 0; slot < slots; ++slot) {
+        if (index[slot] < 0) continue;
+        const float* row = rows + index[slot] * row_stride + c;
+        AMX_SFT_MOE_UNROLL
+        for (int i = 0; i < 4; ++i) sum[i] = _mm256_add_ps(sum[i], avx2::load8(row + 8 * i, left - 8 * i));
+      }
+      AMX_SFT_MOE_UNROLL
+      for (int i = 0; i < 4; ++i) avx2::store8(out + c + 8 * i, left - 8 * i, sum[i]);
+    }
+  }
+
+ private:
+  // Columns adjacent in the target.
+  template <class T>
+  AMX_SFT_MOE_TARGET_AVX2 static void store_rows(const float* c, index_t c_stride, index_t rows, index_t cols,
+                                                 const BlockTarget<T>& to) {
+    const __m256 scale = _mm256_set1_ps(to.scale);
+    for (index_t j = 0; j < cols; j += 8) {
+      const index_t lanes = cols - j;
+      const __m256 factor =
+          to.col_scale == nullptr ? scale : _mm256_mul_ps(scale, avx2::load8(to.col_scale + j, lanes));
+      for (index_t i = 0; i < rows; ++i) {
+        T* out = to.data + i * to.row_stride + j;
+        __m256 value = _mm256_mul_ps(avx2::load8(c + i * c_stride + j, lanes), factor);
+        if (to.accumulate) value = _mm256_add_ps(value, avx2::load8(out, lanes));
+        avx2::store8(out, lanes, value);
+      }
+    }
+  }
+
+  // Rows adjacent in the target: 8 x 8 at a time through registers.
+  template <class T>
+  AMX_SFT_MOE_TARGET_AVX2 static void store_columns(const float* c, index_t c_stride, index_t rows,
+                                                    index_t cols, const BlockTarget<T>& to) {
+    for (index_t i = 0; i < rows; i += 8) {
+      const index_t lanes = rows - i;
+      for (index_t j = 0; j < cols; j += 8) {
+        __m256 r[8];
+        AMX_SFT_MOE_UNROLL
+        for (int t = 0; t < 8; ++t) {
+          r[t] = t < lanes ? avx2::load8(c + (i + t) * c_stride + j, cols - j) : _mm256_setzero_ps();
+        }
+        avx2::transpose_8x8(r);
+        AMX_SFT_MOE_UNROLL
+        for (int t = 0; t < 8; ++t) {
+          if (j + t >= cols) break;
+          T* out = to.data + (j + t) * to.col_stride + i;
+          const float factor = to.col_scale == nullptr ? to.scale : to.scale * to.col_scale[j + t];
+          __m256 value = _mm256_mul_ps(r[t], _mm256_set1_ps(factor));
+          if (to.accumulate) value = _mm256_add_ps(value, avx2::load8(out, lanes));
+          avx2::store8(out, lanes, value);
+        }
+      }
+    }
+  }
+};
+
+}  // namespace arch
+AMX_SFT_MOE_NAMESPACE_END

@@ -1,0 +1,13 @@
+# What a user's project may count on, besides that it builds and runs.
+get_target_property(flags amx_sft_moe::amx_sft_moe INTERFACE_COMPILE_OPTIONS)
+if(flags)
+  message(FATAL_ERROR "the library's target brings compile options: ${flags}")
+endif()
+foreach(target IN ITEMS example_char_model bench_step test_registry)
+  if(TARGET ${target})
+    message(FATAL_ERROR "the library brings its own ${target} into its user's build")
+  endif()
+endforeach()
+if(CMAKE_BUILD_TYPE)
+  message(FATAL_ERROR "the library set its user's build type to ${CMAKE_BUILD_TYPE}")
+endif()

@@ -1,0 +1,110 @@
+// Every allocation that an operator makes may fail, on whichever thread: the call throws std::bad_alloc, the
+// object is as before, the same call succeeds when there is memory again, and nothing is leaked.
+#include <gtest/gtest.h>
+
+#include <new>
+
+#include "allocation_counter.hpp"
+#include "compare.hpp"
+#include "step.hpp"
+
+namespace sft_test {
+namespace {
+
+inline constexpr Case kCase = with_biases({"out_of_memory", 33, 2, 4, 37, 53, {7, 3, 5}});
+
+template <class Kernel>
+class OperatorOutOfMemory : public KernelTest<Kernel> {
+ protected:
+  // Runs `call` on a fresh operator from `make` with its first, second, ... allocation failing, until one run
+  // needs no further. After each failure `expect_unharmed(moe)` is called. Returns how many allocations there
+  // were.
+  template <class Make, class Call, class Check>
+  static int fail_each_allocation(Make&& make, Call&& call, Check&& expect_unharmed) {
+    for (int at = 0; at < 2000; ++at) {
+      SCOPED_TRACE(at);
+      const std::int64_t live = live_allocations();
+      bool failed = false;
+      {
+        auto moe = make();
+        {
+          const FailingAllocation failing(at);
+          try {
+            call(moe);
+          } catch (const std::bad_alloc&) {
+            failed = true;
+          }
+        }
+        if (!failed) return at;
+        expect_unharmed(moe);
+        if (testing::Test::HasFailure()) return at;
+      }
+      EXPECT_EQ(live_allocations(), live) << "leaked";
+    }
+    ADD_FAILURE() << "no end of allocations";
+    return 0;
+  }
+};
+TYPED_TEST_SUITE(OperatorOutOfMemory, AllKernels, KernelLabels);
+
+TYPED_TEST(OperatorOutOfMemory, InAForward) {
+  const Problem problem = random_problem(kCase, kPlain, kWeightDType<TypeParam>);
+  const Outputs want = step_alone<TypeParam>(problem);
+  Outputs got(problem);
+  const auto routing = problem.routing();
+  const int allocations =
+      this->fail_each_allocation([&] { return make_moe<TypeParam>(problem); },
+                                 [&](auto& moe) { moe.forward_sft(routing, problem.x(), got.y()); },
+                                 [&](auto& moe) {
+                                   EXPECT_EQ(moe.saved_depth(), 0);
+                                   got.poison();
+                                   run_step(moe, problem, got);
+                                   expect_same_bits(want, got);
+                                 });
+  EXPECT_GT(allocations, 5) << "a fresh operator has buffers to make";
+}
+
+TYPED_TEST(OperatorOutOfMemory, InAConstructor) {
+  const Problem problem = random_problem(kCase, kPlain, kWeightDType<TypeParam>);
+  const std::int64_t live = live_allocations();
+  int allocations = 0;
+  for (bool failed = true; failed; ++allocations) {
+    const FailingAllocation failing(allocations);
+    failed = false;
+    try {
+      make_moe<TypeParam>(problem);
+    } catch (const std::bad_alloc&) {
+      failed = true;
+    }
+  }
+  EXPECT_EQ(live_allocations(), live) << "leaked";
+  EXPECT_GT(allocations, 2);
+}
+
+TYPED_TEST(OperatorOutOfMemory, InABackward) {
+  const Problem problem = random_problem(kCase, kPlain, kWeightDType<TypeParam>);
+  const Outputs want = step_alone<TypeParam>(problem);
+  Outputs got(problem);
+  const auto routing = problem.routing();
+  const auto grads = got.gradients();
+  const int allocations = this->fail_each_allocation(
+      [&] {
+        Moe<TypeParam> moe = make_moe<TypeParam>(problem);
+        moe.forward_sft(routing, problem.x(), got.y());
+        return moe;
+      },
+      [&](auto& moe) { moe.backward(problem.grad_y(), grads); },
+      [&](auto& moe) {
+        ASSERT_EQ(moe.saved_depth(), 1) << "the entry is lost";
+        got.poison();
+        moe.backward(problem.grad_y(), grads);
+        EXPECT_EQ(want[reference::kGradX].bits(), got[reference::kGradX].bits());
+        EXPECT_EQ(want[reference::kGradW].bits(), got[reference::kGradW].bits());
+        EXPECT_EQ(want[reference::kGateA].bits(), got[reference::kGateA].bits());
+        EXPECT_EQ(want[reference::kDownB].bits(), got[reference::kDownB].bits());
+      });
+  EXPECT_GT(allocations, 5) << "the first backward has buffers to make";
+}
+
+}  // namespace
+}  // namespace sft_test

@@ -1,0 +1,5 @@
+include(${CMAKE_CURRENT_LIST_DIR}/run.cmake)
+run(output)
+if(NOT output MATCHES "\\[BWD TIMER\\] backward_gate_up: [0-9.]+ ms")
+  message(FATAL_ERROR "no timing dump in\n${output}")
+endif()
