@@ -1,4 +1,4 @@
-// The kernels that benchmarks know: the library's own, and where it was found those of oneDNN for CPUs with AVX512.
+// The kernels that benchmarks know: the library's own and, where oneDNN was found, two of its for AVX512.
 #pragma once
 
 #include "amx_sft_moe/amx_sft_moe.hpp"
