@@ -54,12 +54,75 @@ Panels<const typename Kernel::Compute> pack_rows(const AnyRows& b, index_t k, in
   return {to, panel_stride};
 }
 
+// A microkernel may offer, beside block(), a product for few rows that reads B where it lies.
+template <class Kernel>
+concept MultipliesInPlace = requires { Kernel::Microkernel::kInPlaceRows; };
+
+// gemm_nt for few tokens: dot products along K, the weights read where they lie. Staging them would cost as much
+// as the products. x is taken out of its panels once per call.
+template <class Kernel, std::size_t Outputs, class Epilogue>
+void gemm_nt_in_place(ThreadContext<Kernel>& thread, index_t out, index_t tokens,
+                      const std::array<std::span<const Term<typename Kernel::Compute>>, Outputs>& outputs,
+                      Epilogue&& epilogue) {
+  using Micro = typename Kernel::Microkernel;
+  using E = typename Kernel::Compute;
+  constexpr index_t kGap = arch::kPanelCols;  // a line between rows, so that they do not lie 4 KiB apart
+  index_t room = 0;
+  for (const auto& terms : outputs) {
+    for (const Term<E>& term : terms) room += tokens * (round_up(term.k, kGap) + kGap);
+  }
+  E* free = thread.scratch.a_rows.template as<E>(room);
+  std::array<std::array<E*, arch::kMaxSegments>, Outputs> x{};
+  for (std::size_t o = 0; o < Outputs; ++o) {
+    for (std::size_t t = 0; t < outputs[o].size(); ++t) {
+      const Term<E>& term = outputs[o][t];
+      if (o > 0 && t < outputs[0].size() && outputs[0][t].k == term.k && outputs[0][t].b.data == term.b.data) {
+        x[o][t] = x[0][t];  // gate and up share x
+        continue;
+      }
+      x[o][t] = free;
+      free += tokens * (round_up(term.k, kGap) + kGap);
+      const arch::RowSource<E> columns{term.b.data, arch::kPanelCols, 1, nullptr};
+      Kernel::Rows::template stage_transposed<E>(columns, tokens, term.k, term.k, nullptr, x[o][t],
+                                                 round_up(term.k, kGap) + kGap);
+    }
+  }
+  constexpr index_t kBlockFloats = Micro::kMaxRows * arch::kPanelCols;
+  float* c = thread.scratch.c_blocks.template as<float>(kBlockFloats * static_cast<index_t>(Outputs));
+  for (index_t row = 0; row < out; row += Micro::kMaxRows) {
+    const index_t here = std::min(Micro::kMaxRows, out - row);
+    std::array<Block, Outputs> blocks;
+    for (std::size_t o = 0; o < Outputs; ++o) {
+      blocks[o] = {row, here, 0, tokens, c + static_cast<index_t>(o) * kBlockFloats, arch::kPanelCols};
+      std::fill_n(blocks[o].c, here * arch::kPanelCols, 0.0F);
+      for (std::size_t t = 0; t < outputs[o].size(); ++t) {
+        const Term<E>& term = outputs[o][t];
+        if (term.k == 0) continue;
+        term.a.from(row, 0).visit([&](const auto& w) {
+          Micro::dot_in_place(w, here, x[o][t], round_up(term.k, kGap) + kGap, tokens, term.k, blocks[o].c,
+                              arch::kPanelCols);
+        });
+      }
+    }
+    epilogue(blocks);
+  }
+}
+
 // C^T [out, tokens] = sum over the terms of W [out, k] x x^T [k, tokens], for one or two sets of weights (gate
 // and up) over the same tokens.
 template <class Kernel, std::size_t Outputs, class Epilogue>
 void gemm_nt(ThreadContext<Kernel>& thread, index_t out, index_t tokens,
              const std::array<std::span<const Term<typename Kernel::Compute>>, Outputs>& outputs,
              Epilogue&& epilogue) {
+  if constexpr (MultipliesInPlace<Kernel>) {
+    bool adjacent = true;
+    for (const auto& terms : outputs) {
+      for (const auto& term : terms) adjacent = adjacent && (term.a.col_stride() == 1 || term.k == 0);
+    }
+    if (adjacent && tokens <= Kernel::Microkernel::kInPlaceRows) {
+      return gemm_nt_in_place<Kernel>(thread, out, tokens, outputs, epilogue);
+    }
+  }
   for_each_block<Kernel>(thread.session, thread.scratch, out, tokens, Kernel::Microkernel::kKUnit, outputs,
                          epilogue);
 }
@@ -70,10 +133,6 @@ struct NnTerm {
   AnyRows b;
   index_t k = 0;
 };
-
-// A microkernel may offer, beside block(), a product for few rows that reads B where it lies.
-template <class Kernel>
-concept MultipliesInPlace = requires { Kernel::Microkernel::kInPlaceRows; };
 
 // gemm_nn for few rows: packing B would cost as much as the products, and memory would wait meanwhile. Every
 // element of C is the same chain of products along K as in a register tile: the same bits.
