@@ -10,7 +10,7 @@ SUDO := $(shell [ "$$(id -u)" = 0 ] || echo sudo)
 TORCH ?= torch==2.13.0
 NVTX_INCLUDE = $(shell $(BIN)/python -c "import nvidia, pathlib; \
   print(next((p.parent.parent for d in nvidia.__path__ for p in pathlib.Path(d).rglob('nvtx3/nvtx3.hpp')), ''))")
-SOURCES := $(shell find include python pyproject.toml CMakeLists.txt -type f -not -name '*.pyc')
+SOURCES := $(shell find cmake include python pyproject.toml CMakeLists.txt -type f -not -name '*.pyc')
 
 .PHONY: finetune test test-cpp test-python test-full matrix qemu lint bench clean help
 
@@ -63,14 +63,14 @@ lint: $(VENV)/tools
 	$(BIN)/ruff format --check python tests benchmarks
 	git ls-files '*.hpp' '*.cpp' | xargs $(BIN)/clang-format --dry-run --Werror
 
-# Compiler, Python headers, GoogleTest: only where they are missing.
+# Compiler, Python headers, GoogleTest, oneDNN: only where they are missing.
 $(VENV)/system:
-	@if ! command -v g++ >/dev/null || [ ! -d /usr/src/googletest ] || ! $(PYTHON) -c \
+	@if ! command -v g++ >/dev/null || [ ! -d /usr/src/googletest ] || [ ! -f /usr/include/dnnl.hpp ] || ! $(PYTHON) -c \
 	    'import ensurepip, os, sysconfig; assert os.path.exists(sysconfig.get_path("include") + "/Python.h")' \
 	    2>/dev/null; then \
-	  echo "installing g++, python3-dev, python3-venv and googletest by apt"; \
+	  echo "installing g++, python3-dev, python3-venv, googletest and libdnnl-dev by apt"; \
 	  $(SUDO) apt-get update -q && $(SUDO) env DEBIAN_FRONTEND=noninteractive \
-	    apt-get install -y -q g++ git python3-dev python3-venv googletest; \
+	    apt-get install -y -q g++ git python3-dev python3-venv googletest libdnnl-dev; \
 	fi
 	$(PYTHON) -m venv $(VENV)
 	@touch $@

@@ -5,8 +5,8 @@
 // Default: all OpenMP threads, all kernels, weights [1536, 2048], 1 to 512 rows.
 //
 // Each measurement walks over enough distinct weight matrices (1.5 GiB at most) that none is found in a cache.
-// gemm_tn is the LoRA gradient's shape: r = 16 rows. Where oneDNN was found, `onednn_alone` is its matmul on the same
-// work without this library.
+// gemm_tn is the LoRA gradient's shape: r = 16 rows. Where oneDNN was found, `onednn_alone` is its matmul on
+// the same work without this library.
 #include <cstdlib>
 
 #include "machine.hpp"

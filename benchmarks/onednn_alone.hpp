@@ -1,5 +1,5 @@
-// oneDNN called alone, the yardstick of kernel onednn: one matmul per weight matrix, all operands in their plain
-// layouts, fp32 results. A matrix is one thread's work, so no thread waits for another inside a product.
+// oneDNN called alone, the yardstick of kernel onednn: one matmul per weight matrix, all operands in their
+// plain layouts, fp32 results. A matrix is one thread's work, so no thread waits for another inside a product.
 #pragma once
 
 #include <dnnl.hpp>

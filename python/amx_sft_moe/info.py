@@ -8,6 +8,7 @@ import platform
 from typing import Any
 
 from amx_sft_moe import _core
+from amx_sft_moe.kernels import ONEDNN, load_onednn
 
 _ENVIRONMENT = ("AMX_SFT_MOE_KERNEL", "AMX_SFT_MOE_TIMER", "AMX_SFT_MOE_TIMER_FILE", "OMP_NUM_THREADS")
 
@@ -31,7 +32,13 @@ def info() -> dict[str, Any]:
     weight dtype), ``num_threads``, ``nvtx``, ``compiler``, ``python`` and ``environment``.
     """
     result: dict[str, Any] = {"cpu": _cpu_name(), "python": platform.python_version()}
-    result.update(_core.info())
+    provider, why_not = load_onednn()
+    result.update(_core.info(provider))
+    if provider is None:
+        result["kernels"] += [
+            {"name": ONEDNN, "weights": weights, "available": False, "why_not": why_not}
+            for weights in ("bfloat16", "float32")
+        ]
     result["environment"] = {name: os.environ[name] for name in _ENVIRONMENT if name in os.environ}
     return result
 

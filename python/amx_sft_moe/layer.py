@@ -13,6 +13,7 @@ import torch
 
 from amx_sft_moe import _core
 from amx_sft_moe.errors import ArgumentError
+from amx_sft_moe.kernels import provider_of
 from amx_sft_moe.sft_moe import as_int, parse_activation
 
 
@@ -129,7 +130,10 @@ class FrozenExperts:
         found = state.operators.get(self)
         if found is not None and found[1] == addresses:
             return found[0]
-        made = found[0] if found is not None else _core.SftMoe(**self._options, workspace=state.workspace)
+        made = found[0] if found is not None else None
+        if made is None:
+            provider = provider_of(self._options["kernel"])
+            made = _core.SftMoe(**self._options, workspace=state.workspace, provider=provider)
         weights = self._weights
         made.set_base(
             weights.get("gate_proj"),

@@ -9,6 +9,7 @@ from typing import Any
 
 from amx_sft_moe import _core
 from amx_sft_moe.errors import ArgumentError
+from amx_sft_moe.kernels import provider_of
 
 # A torch.Tensor, a numpy or ml_dtypes array, or any object that speaks DLPack. Named for the reader only:
 # torch is optional and there is no type that covers them all.
@@ -218,6 +219,7 @@ class SftMoe:
             kernel=kernel,
             num_threads=0 if num_threads is None else as_int("num_threads", num_threads, 1),
             workspace=workspace,
+            provider=provider_of(kernel),
         )
 
     @property

@@ -1,8 +1,10 @@
 #include "info.hpp"
 
+#include <algorithm>
+#include <cstdlib>
 #include <string>
 
-#include "amx_sft_moe/amx_sft_moe.hpp"
+#include "kernels.hpp"
 
 #ifdef _OPENMP
 #include <omp.h>
@@ -18,9 +20,8 @@ std::string dtype_name(DType dtype) {
   return dtype == DType::kBf16 ? "bfloat16" : "float32";
 }
 
-py::list kernels() {
-  py::list result;
-  for (const KernelInfo& kernel : list_kernels()) {
+void append_kernels(const KernelProvider& kernels, py::list& result) {
+  for (const KernelInfo& kernel : kernels.list()) {
     py::dict one;
     one["name"] = std::string(kernel.name);
     one["weights"] = dtype_name(kernel.weights);
@@ -28,14 +29,19 @@ py::list kernels() {
     one["why_not"] = kernel.why_not;
     result.append(one);
   }
-  return result;
+}
+
+bool has_kernel(const KernelProvider& kernels, std::string_view name) {
+  const auto listed = kernels.list();
+  return std::any_of(listed.begin(), listed.end(),
+                     [name](const KernelInfo& info) { return info.name == name; });
 }
 
 // The kernel that "auto" means for these weights, or why there is none (the environment may ask for one in
 // vain).
-py::object chosen(DType weights) {
+py::object chosen(const KernelProvider& kernels, DType weights) {
   try {
-    return py::str(resolve_kernel("auto", weights));
+    return py::str(kernels.resolve("auto", weights));
   } catch (const KernelError& error) {
     return py::str(concat("none: ", error.what()));
   }
@@ -66,14 +72,23 @@ int max_threads() {
 
 }  // namespace
 
-py::dict info() {
+py::dict info(py::handle provider) {
+  const KernelProvider& own = kernels_of(py::none());
+  const KernelProvider& loaded = kernels_of(provider);
   py::dict result;
   result["version"] = AMX_SFT_MOE_VERSION_STRING;
   result["instruction_sets"] = instruction_sets();
-  result["kernels"] = kernels();
+  py::list kernels;
+  append_kernels(own, kernels);
+  if (&loaded != &own) append_kernels(loaded, kernels);
+  result["kernels"] = kernels;
+  // The environment may name a kernel of the other module.
+  const char* wanted = std::getenv("AMX_SFT_MOE_KERNEL");
+  const bool is_loaded = wanted != nullptr && has_kernel(loaded, wanted);
+  const KernelProvider& choosing = is_loaded ? loaded : own;
   py::dict defaults;
-  defaults["bfloat16"] = chosen(DType::kBf16);
-  defaults["float32"] = chosen(DType::kFp32);
+  defaults["bfloat16"] = chosen(choosing, DType::kBf16);
+  defaults["float32"] = chosen(choosing, DType::kFp32);
   result["auto_kernel"] = defaults;
   result["num_threads"] = max_threads();
   result["nvtx"] = nvtx::kCompiledIn;

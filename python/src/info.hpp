@@ -5,6 +5,7 @@
 
 namespace amx_sft_moe::python {
 
-pybind11::dict info();
+// With the kernels of `provider` (see kernels_of) behind the module's own, where it is not None.
+pybind11::dict info(pybind11::handle provider);
 
 }  // namespace amx_sft_moe::python

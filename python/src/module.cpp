@@ -97,7 +97,7 @@ void bind_operator(py::module_& m) {
       .def(py::init([](index_t num_experts, index_t top_k, index_t hidden_size, index_t intermediate_size,
                        optional<float> lora_alpha, optional<index_t> max_tokens, index_t cache_depth,
                        const std::string& activation, float limit, float alpha, std::string kernel,
-                       int num_threads, const optional<SharedWorkspace>& workspace) {
+                       int num_threads, const optional<SharedWorkspace>& workspace, py::object provider) {
              Config config;
              config.num_experts = num_experts;
              config.top_k = top_k;
@@ -107,12 +107,13 @@ void bind_operator(py::module_& m) {
              config.cache_depth = cache_depth;
              config.activation = activation_of(activation, limit, alpha);
              config.num_threads = num_threads;
-             return std::make_unique<Operator>(config, std::move(kernel), lora_alpha, workspace);
+             return std::make_unique<Operator>(config, std::move(kernel), lora_alpha, workspace,
+                                               std::move(provider));
            }),
            py::kw_only(), py::arg("num_experts"), py::arg("top_k"), py::arg("hidden_size"),
            py::arg("intermediate_size"), py::arg("lora_alpha"), py::arg("max_tokens"), py::arg("cache_depth"),
            py::arg("activation"), py::arg("limit"), py::arg("alpha"), py::arg("kernel"), py::arg("num_threads"),
-           py::arg("workspace"))
+           py::arg("workspace"), py::arg("provider") = py::none())
       .def("set_base", &Operator::set_base)
       .def("set_lora", &Operator::set_lora)
       .def("forward_sft", &Operator::forward_sft)
@@ -134,5 +135,5 @@ PYBIND11_MODULE(_core, m) {
   m.doc() = "Bindings of the C++ library amx_sft_moe.";
   register_errors();
   bind_operator(m);
-  m.def("info", &amx_sft_moe::python::info);
+  m.def("info", &amx_sft_moe::python::info, py::arg("provider"));
 }

@@ -10,12 +10,12 @@ namespace {
 
 // An unknown kernel, or one that runs nowhere here, is refused when the operator is made and not at its first
 // use.
-void require_kernel(const std::string& kernel) {
+void require_kernel(const KernelProvider& kernels, const std::string& kernel) {
   try {
-    resolve_kernel(kernel, DType::kBf16);
+    kernels.resolve(kernel, DType::kBf16);
   } catch (const KernelError&) {
     try {
-      resolve_kernel(kernel, DType::kFp32);
+      kernels.resolve(kernel, DType::kFp32);
       return;
     } catch (const KernelError&) {
     }
@@ -33,9 +33,11 @@ Guard::Guard(std::atomic_flag& in_use, std::string_view call) : in_use_(in_use) 
 }
 
 Operator::Operator(const Config& config, std::string kernel, std::optional<float> lora_alpha,
-                   const std::optional<SharedWorkspace>& workspace)
+                   const std::optional<SharedWorkspace>& workspace, py::object provider)
     : config_(config),
       requested_kernel_(std::move(kernel)),
+      provider_(std::move(provider)),
+      kernels_(kernels_of(provider_)),
       lora_alpha_(lora_alpha),
       workspace_(workspace ? workspace->get() : nullptr) {
   require_at_least("num_experts", index_t{1}, config.num_experts);
@@ -45,7 +47,7 @@ Operator::Operator(const Config& config, std::string kernel, std::optional<float
   require_at_least("cache_depth", index_t{1}, config.cache_depth);
   require_at_least("num_threads", 0, config.num_threads);
   if (config.max_tokens) require_at_least("max_tokens", index_t{0}, *config.max_tokens);
-  require_kernel(requested_kernel_);
+  require_kernel(kernels_, requested_kernel_);
 }
 
 AnySftMoe& Operator::ready() {
@@ -63,7 +65,7 @@ void Operator::set_base(py::handle gate_proj, py::handle up_proj, py::handle dow
       throw StateError(concat("set_base: expected ", name_of(moe_->weight_dtype()), " weights while ",
                               entries_.size(), " forwards wait for their backward, got ", name_of(base.dtype)));
     }
-    moe_ = make_sft_moe(requested_kernel_, config_, base.views, {}, workspace_);
+    moe_ = kernels_.make(requested_kernel_, config_, base.views, {}, workspace_);
   } else {
     moe_->set_base(base.views);
   }

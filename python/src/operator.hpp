@@ -10,6 +10,7 @@
 
 #include "base_weights.hpp"
 #include "call_tensors.hpp"
+#include "kernels.hpp"
 
 namespace amx_sft_moe::python {
 
@@ -37,8 +38,9 @@ class Guard {
 
 class Operator {
  public:
+  // `provider`: see kernels_of().
   Operator(const Config& config, std::string kernel, std::optional<float> lora_alpha,
-           const std::optional<SharedWorkspace>& workspace);
+           const std::optional<SharedWorkspace>& workspace, py::object provider);
 
   void set_base(py::handle gate_proj, py::handle up_proj, py::handle down_proj, py::handle gate_up_proj,
                 const BiasObjects& biases);
@@ -78,6 +80,8 @@ class Operator {
 
   const Config config_;
   const std::string requested_kernel_;
+  const py::object provider_;  // outlives moe_
+  const KernelProvider& kernels_;
   const std::optional<float> lora_alpha_;
   const std::shared_ptr<Workspace> workspace_;
   std::unique_ptr<AnySftMoe> moe_;

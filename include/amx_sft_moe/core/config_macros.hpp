@@ -1,6 +1,7 @@
 // Helper macros of the library. Defined here, undefined in core/undef_macros.hpp (the umbrella header's last
 // line), so that none of them leaks into a translation unit that includes amx_sft_moe.hpp. Not `#pragma once`:
-// a kernel's header that is included behind the umbrella header defines them once more, and undefines them again.
+// a kernel's header that is included behind the umbrella header defines them once more, and undefines them
+// again.
 #ifndef AMX_SFT_MOE_NAMESPACE_BEGIN
 
 #ifndef AMX_SFT_MOE_VERSION_STRING

@@ -35,8 +35,8 @@ struct Block {
   index_t stride;
 };
 
-// How much of rows of A, K = k, the kernel can use where they lie: all but what its unit leaves over; or, where it
-// wants dense rows (Microkernel::kDenseRows, oneDNN's matmul), all or nothing.
+// How much of rows of A, K = k, the kernel can use where they lie: all but what its unit leaves over; or, where
+// it wants dense rows (Microkernel::kDenseRows, oneDNN's matmul), all or nothing.
 template <class Microkernel>
 constexpr index_t k_in_place(index_t k, index_t row_stride, index_t k_tile) {
   if constexpr (requires { Microkernel::kDenseRows; }) {

@@ -54,6 +54,21 @@ Panels<const typename Kernel::Compute> pack_rows(const AnyRows& b, index_t k, in
   return {to, panel_stride};
 }
 
+// Rows of `src`, of k_padded all but k zeros, into the steps of K from k_begin on of panels whose first is
+// `to`. Kernels that lay panels out in another way say where such a step is themselves.
+template <class Kernel, class S>
+void pack_steps(const arch::RowSource<S>& src, index_t k, index_t k_padded, index_t cols, float scale,
+                const Panels<typename Kernel::Compute>& to, index_t k_begin) {
+  using Rows = typename Kernel::Rows;
+  using E = typename Kernel::Compute;
+  if constexpr (requires { Rows::kPairCols; }) {
+    Rows::template pack_rows<E>(src, k, k_padded, cols, scale, to.data, to.panel_stride, k_begin);
+  } else {
+    Rows::template pack_rows<E>(src, k, k_padded, cols, scale, to.data + k_begin * arch::kPanelCols,
+                                to.panel_stride);
+  }
+}
+
 // A microkernel may offer, beside block(), a product for few rows that reads B where it lies.
 template <class Kernel>
 concept MultipliesInPlace = requires { Kernel::Microkernel::kInPlaceRows; };

@@ -1,8 +1,8 @@
-// Kernel `onednn`: the products by oneDNN's matmul, everything else as in the other kernels. For CPUs that have no
-// kernel of their own here, and as a second opinion in tests and benchmarks.
+// Kernel `onednn`: the products by oneDNN's matmul, everything else as in the other kernels. For CPUs that have
+// no kernel of their own here, and as a second opinion in tests and benchmarks.
 //
-// Not part of amx_sft_moe.hpp: it needs <dnnl.hpp>, of oneDNN 2.6 or later with the CPU runtime OMP, and its library
-// (CMake: link amx_sft_moe::onednn). Include it before or behind amx_sft_moe.hpp:
+// Not part of amx_sft_moe.hpp: it needs <dnnl.hpp>, of oneDNN 2.6 or later with the CPU runtime OMP, and its
+// library (CMake: link amx_sft_moe::onednn). Include it before or behind amx_sft_moe.hpp:
 //
 //     AMX_SFT_MOE<kernels::OneDnnBf16> moe(...);
 //     make_sft_moe<kernels::Joined<DefaultKernels, kernels::OneDnnKernels>>("onednn", ...);
@@ -14,9 +14,9 @@
 #include <string_view>
 
 #include "amx_sft_moe/arch/avx512/activation.hpp"
-#include "amx_sft_moe/arch/avx512/rows.hpp"
 #include "amx_sft_moe/arch/cpu_features.hpp"
 #include "amx_sft_moe/arch/onednn/microkernel.hpp"
+#include "amx_sft_moe/arch/onednn/rows.hpp"
 #include "amx_sft_moe/arch/portable/activation.hpp"
 #include "amx_sft_moe/arch/portable/rows.hpp"
 #include "amx_sft_moe/kernels/kernel_list.hpp"
@@ -34,9 +34,9 @@ struct OneDnnSession : Microkernel::Session {
 
 // AVX512 for row operations; products in AVX512 or AMX code of oneDNN, on panels as they are.
 struct OneDnnWithAvx512 {
-  static constexpr arch::onednn::Layout kLayout = arch::onednn::Layout::kPanels;
+  static constexpr bool kPaired = true;
   static constexpr std::string_view kVariant = "zmm";
-  using Rows = arch::Avx512Rows;
+  using Rows = arch::PairedAvx512Rows;
   using Activation = arch::Avx512Activation;
   static bool available() {
     return arch::cpu_features().avx512 && arch::onednn::has_isa(dnnl_cpu_isa_avx512_core);
@@ -45,7 +45,7 @@ struct OneDnnWithAvx512 {
 
 // Whatever oneDNN has for this CPU, on panels that are unpacked first.
 struct OneDnnAnywhere {
-  static constexpr arch::onednn::Layout kLayout = arch::onednn::Layout::kRows;
+  static constexpr bool kPaired = false;
   static constexpr std::string_view kVariant = "plain";
   using Rows = arch::PortableRows;
   using Activation = arch::PortableActivation;
@@ -59,7 +59,7 @@ struct OneDnn {
   static constexpr std::string_view kVariant = Variant::kVariant;
   using Weight = W;
   using Stored = W;
-  using Microkernel = arch::OneDnnMicrokernel<float, Variant::kLayout>;
+  using Microkernel = arch::OneDnnMicrokernel<float, Variant::kPaired>;
   using Compute = typename Microkernel::Element;
   using Session = OneDnnSession<Microkernel>;
   using Rows = typename Variant::Rows;
@@ -78,10 +78,10 @@ struct OneDnnBf16 {
   static constexpr std::string_view kVariant = "bf16";
   using Weight = bf16;
   using Stored = bf16;
-  using Microkernel = arch::OneDnnMicrokernel<bf16, arch::onednn::Layout::kPanels>;
+  using Microkernel = arch::OneDnnMicrokernel<bf16, true>;
   using Compute = Microkernel::Element;
   using Session = OneDnnSession<Microkernel>;
-  using Rows = arch::Avx512Rows;
+  using Rows = arch::PairedAvx512Rows;
   using Activation = arch::Avx512Activation;
 
   static std::string refusal() {

@@ -29,9 +29,7 @@ void project(gemm::ThreadContext<Kernel>& thread, const AnyConstMatrix& lora_a, 
     const gemm::Block& u = blocks[0];  // [r, tokens]
     const index_t padded = u.row + u.rows == rank ? gemm::padded_k<Kernel>(rank) - u.row : u.rows;
     const arch::RowSource<float> source{u.c, u.stride, 1, nullptr};
-    Kernel::Rows::template pack_rows<E>(source, u.rows, padded, u.cols, scaling,
-                                        to.panels.from_column(u.col).data + u.row * arch::kPanelCols,
-                                        to.panels.panel_stride);
+    gemm::pack_steps<Kernel>(source, u.rows, padded, u.cols, scaling, to.panels.from_column(u.col), u.row);
     if (to.rows.data == nullptr) return;
     const arch::BlockTarget<Stored> rows{
         to.rows.row(u.col) + u.row, 1, to.rows.row_stride, false, scaling, nullptr};

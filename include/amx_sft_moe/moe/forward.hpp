@@ -71,7 +71,6 @@ std::array<gemm::Term<typename Kernel::Compute>, 2> adapted_terms(
 template <class Kernel>
 void finish_gate_up_block(Step<Kernel>& step, const Task& task, const std::array<gemm::Block, 2>& blocks,
                           const gemm::Panels<typename Kernel::Compute>& h) {
-  using E = typename Kernel::Compute;
   using Stored = typename Kernel::Stored;
   const gemm::Block& gate = blocks[0];  // [rows of W, tokens]
   const gemm::Block& up = blocks[1];
@@ -97,9 +96,8 @@ void finish_gate_up_block(Step<Kernel>& step, const Task& task, const std::array
       step.activation);
   const bool last = first + gate.rows == step.intermediate;
   const index_t padded = last ? gemm::padded_k<Kernel>(step.intermediate) - first : gate.rows;
-  Kernel::Rows::template pack_rows<E>(arch::RowSource<float>{gate.c, gate.stride, 1, nullptr}, gate.rows,
-                                      padded, gate.cols, 1.0F,
-                                      h.from_column(gate.col).data + first * arch::kPanelCols, h.panel_stride);
+  gemm::pack_steps<Kernel>(arch::RowSource<float>{gate.c, gate.stride, 1, nullptr}, gate.rows, padded,
+                           gate.cols, 1.0F, h.from_column(gate.col), first);
 }
 
 template <class Kernel>

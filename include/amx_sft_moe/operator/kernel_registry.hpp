@@ -19,8 +19,9 @@
 
 AMX_SFT_MOE_NAMESPACE_BEGIN
 
-// The kernels that need nothing but a compiler. To add one, add its header and its line. Kernels that need a library
-// (kernels/onednn.hpp) join this list where they are wanted: make_sft_moe<kernels::Joined<DefaultKernels, ...>>.
+// The kernels that need nothing but a compiler. To add one, add its header and its line. Kernels that need a
+// library (kernels/onednn.hpp) join this list where they are wanted:
+// make_sft_moe<kernels::Joined<DefaultKernels, ...>>.
 using DefaultKernels = kernels::KernelList<  //
     kernels::AmxBf16,                        //
     kernels::Avx512Bf16,                     //

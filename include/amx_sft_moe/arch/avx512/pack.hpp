@@ -8,73 +8,97 @@
 AMX_SFT_MOE_NAMESPACE_BEGIN
 namespace arch::avx512 {
 
+// Where one step along K of a row of panels goes: panels two by two, `neighbour` apart, `pair` from two to two.
+struct PanelStep {
+  index_t neighbour, pair;
+
+  static constexpr PanelStep of_stride(index_t panel_stride) { return {panel_stride, 2 * panel_stride}; }
+  // The panel of column c.
+  constexpr index_t at(index_t c) const {
+    return c / (2 * kPanelCols) * pair + (c % (2 * kPanelCols) < kPanelCols ? 0 : neighbour);
+  }
+};
+
 // Two rows of bf16 into the pairs of a step along K, 32 columns at a time: two word permutations for two cache
 // lines.
 AMX_SFT_MOE_TARGET_AVX512 inline void interleave_bf16(const bf16* even, const bf16* odd, index_t cols,
-                                                      bf16* out, index_t panel_stride) {
+                                                      bf16* out, const PanelStep& step) {
   const __m512i iota = _mm512_set_epi16(15, 15, 14, 14, 13, 13, 12, 12, 11, 11, 10, 10, 9, 9, 8, 8, 7, 7, 6, 6,
                                         5, 5, 4, 4, 3, 3, 2, 2, 1, 1, 0, 0);
   const __m512i from_odd = _mm512_set1_epi32(0x00200000);
   const __m512i low = _mm512_add_epi16(iota, from_odd);               // 0, 32, 1, 33, ...
   const __m512i high = _mm512_add_epi16(low, _mm512_set1_epi16(16));  // 16, 48, 17, 49, ...
-  for (index_t c = 0; c < cols; c += 2 * kPanelCols, out += 2 * panel_stride) {
+  for (index_t c = 0; c < cols; c += 2 * kPanelCols, out += step.pair) {
     const __mmask32 lanes = mask32(cols - c);
     const __m512i a = _mm512_maskz_loadu_epi16(lanes, even + c);
     const __m512i b = odd == nullptr ? _mm512_setzero_si512() : _mm512_maskz_loadu_epi16(lanes, odd + c);
     _mm512_storeu_si512(out, _mm512_permutex2var_epi16(a, low, b));
-    if (cols - c > kPanelCols) _mm512_storeu_si512(out + panel_stride, _mm512_permutex2var_epi16(a, high, b));
+    if (cols - c > kPanelCols) _mm512_storeu_si512(out + step.neighbour, _mm512_permutex2var_epi16(a, high, b));
   }
 }
 
 // The same with a conversion or a scale on the way.
 template <class S>
 AMX_SFT_MOE_TARGET_AVX512 inline void interleave_scaled(const S* even, const S* odd, index_t cols, float scale,
-                                                        bf16* out, index_t panel_stride) {
+                                                        bf16* out, const PanelStep& step) {
   const __m512 factor = _mm512_set1_ps(scale);
-  for (index_t c = 0; c < cols; c += kPanelCols, out += panel_stride) {
+  for (index_t c = 0; c < cols; c += kPanelCols) {
     const __mmask16 lanes = mask16(cols - c);
     const __m512 a = _mm512_mul_ps(load16(even + c, lanes), factor);
     const __m512 b = odd == nullptr ? _mm512_setzero_ps() : _mm512_mul_ps(load16(odd + c, lanes), factor);
     const __m512i pair = _mm512_or_si512(_mm512_cvtepu16_epi32(round_bf16(a)),
                                          _mm512_slli_epi32(_mm512_cvtepu16_epi32(round_bf16(b)), 16));
-    _mm512_storeu_si512(out, pair);
+    _mm512_storeu_si512(out + step.at(c), pair);
   }
 }
 
 template <class S>
 AMX_SFT_MOE_TARGET_AVX512 inline void copy_row(const S* row, index_t cols, float scale, float* out,
-                                               index_t panel_stride) {
+                                               const PanelStep& step) {
   index_t c = 0;
   if (scale == 1.0F) {
-    for (; c + kPanelCols <= cols; c += kPanelCols, out += panel_stride) _mm512_storeu_ps(out, load16(row + c));
+    for (; c + kPanelCols <= cols; c += kPanelCols) _mm512_storeu_ps(out + step.at(c), load16(row + c));
   }
   const __m512 factor = _mm512_set1_ps(scale);
-  for (; c < cols; c += kPanelCols, out += panel_stride) {
-    _mm512_storeu_ps(out, _mm512_mul_ps(load16(row + c, mask16(cols - c)), factor));
+  for (; c < cols; c += kPanelCols) {
+    _mm512_storeu_ps(out + step.at(c), _mm512_mul_ps(load16(row + c, mask16(cols - c)), factor));
   }
 }
 
 template <class E>
-AMX_SFT_MOE_TARGET_AVX512 inline void clear_step(index_t cols, E* out, index_t panel_stride) {
-  for (index_t c = 0; c < cols; c += kPanelCols, out += panel_stride)
-    _mm512_storeu_si512(out, _mm512_setzero_si512());
+AMX_SFT_MOE_TARGET_AVX512 inline void clear_step(index_t cols, E* out, const PanelStep& step) {
+  for (index_t c = 0; c < cols; c += kPanelCols) _mm512_storeu_si512(out + step.at(c), _mm512_setzero_si512());
 }
 
-// One step along K (kPairing<E> of src's rows) into all panels.
+// One step along K (kPairing<E> of src's rows, zeros behind k) into all panels.
 template <class E, class S>
 AMX_SFT_MOE_TARGET_AVX512 inline void pack_step(const RowSource<S>& src, index_t kk, index_t k, index_t cols,
-                                                float scale, E* out, index_t panel_stride) {
+                                                float scale, E* out, const PanelStep& step) {
+  if (kk >= k) return clear_step(cols, out, step);
   if constexpr (std::is_same_v<E, float>) {
-    copy_row(src.row(kk), cols, scale, out, panel_stride);
+    copy_row(src.row(kk), cols, scale, out, step);
   } else {
     const S* even = src.row(kk);
     const S* odd = kk + 1 < k ? src.row(kk + 1) : nullptr;
     if constexpr (std::is_same_v<S, bf16>) {
-      if (scale == 1.0F) return interleave_bf16(even, odd, cols, out, panel_stride);
+      if (scale == 1.0F) return interleave_bf16(even, odd, cols, out, step);
     }
-    interleave_scaled(even, odd, cols, scale, out, panel_stride);
+    interleave_scaled(even, odd, cols, scale, out, step);
   }
 }
+
+// Fetches rows [first, first + count) of src: strided rows of a weight panel defeat the hardware's prefetchers.
+template <class S>
+AMX_SFT_MOE_TARGET_AVX512 inline void prefetch_rows(const RowSource<S>& src, index_t first, index_t count,
+                                                    index_t cols) {
+  for (index_t ahead = 0; ahead < count; ++ahead) {
+    const char* row = reinterpret_cast<const char*>(src.row(first + ahead));
+    for (index_t byte = 0; byte < cols * static_cast<index_t>(sizeof(S)); byte += 64) {
+      _mm_prefetch(row + byte, _MM_HINT_T0);
+    }
+  }
+}
+inline constexpr index_t kPrefetchRows = 8;  // ahead
 
 // See PortableRows::pack_rows.
 template <class E, class S>
@@ -82,30 +106,19 @@ AMX_SFT_MOE_TARGET_AVX512 inline void pack_rows(const RowSource<S>& src, index_t
                                                 index_t cols, float scale, E* panels, index_t panel_stride) {
   if (src.col_stride != 1) return PortableRows::pack_rows(src, k, k_padded, cols, scale, panels, panel_stride);
   constexpr index_t kGroup = kPairing<E>;
-  constexpr index_t kAhead = 8;  // rows ahead: strided rows of a weight panel defeat the hardware's prefetchers
+  const PanelStep step = PanelStep::of_stride(panel_stride);
   E* out = panels;
   for (index_t kk = 0; kk < k_padded; kk += kGroup, out += kPanelCols * kGroup) {
-    if (kk >= k) {
-      clear_step(cols, out, panel_stride);
-      continue;
-    }
-    if (kk + kAhead + 1 < k) {
-      for (index_t ahead = 0; ahead < kGroup; ++ahead) {
-        const char* row = reinterpret_cast<const char*>(src.row(kk + kAhead + ahead));
-        for (index_t byte = 0; byte < cols * static_cast<index_t>(sizeof(S)); byte += 64) {
-          _mm_prefetch(row + byte, _MM_HINT_T0);
-        }
-      }
-    }
-    pack_step(src, kk, k, cols, scale, out, panel_stride);
+    if (kk + kPrefetchRows + 1 < k) prefetch_rows(src, kk + kPrefetchRows, kGroup, cols);
+    pack_step(src, kk, k, cols, scale, out, step);
   }
 }
 
-// See PortableRows::pack_columns.
+// Columns that are rows of src, 16 at a time; `k_step` elements from one step along K to the next.
 template <class E, class S>
-AMX_SFT_MOE_TARGET_AVX512 inline void pack_columns(const RowSource<S>& src, index_t cols, index_t k,
-                                                   index_t k_padded, E* panels, index_t panel_stride) {
-  if (src.col_stride != 1) return PortableRows::pack_columns(src, cols, k, k_padded, panels, panel_stride);
+AMX_SFT_MOE_TARGET_AVX512 inline void transpose_columns(const RowSource<S>& src, index_t cols, index_t k,
+                                                        index_t k_padded, E* panels, index_t panel_stride,
+                                                        index_t k_step) {
   constexpr index_t kGroup = kPairing<E>;
   constexpr index_t kStep = 16 * kGroup;  // elements of 16 dwords
   for (index_t j = 0; j < cols; j += kPanelCols, panels += panel_stride) {
@@ -116,14 +129,22 @@ AMX_SFT_MOE_TARGET_AVX512 inline void pack_columns(const RowSource<S>& src, inde
         r[i] = j + i < cols && kk < k ? load_dwords<E>(src.row(j + i) + kk, k - kk) : _mm512_setzero_si512();
       }
       transpose_16x16(r);
-      E* out = panels + kk * kPanelCols;
+      E* out = panels + kk / kGroup * k_step;
       const index_t steps = (k_padded - kk) / kGroup;
       AMX_SFT_MOE_UNROLL
       for (int i = 0; i < 16; ++i) {
-        if (i < steps) _mm512_storeu_si512(out + i * kPanelCols * kGroup, r[i]);
+        if (i < steps) _mm512_storeu_si512(out + i * k_step, r[i]);
       }
     }
   }
+}
+
+// See PortableRows::pack_columns.
+template <class E, class S>
+void pack_columns(const RowSource<S>& src, index_t cols, index_t k, index_t k_padded, E* panels,
+                  index_t panel_stride) {
+  if (src.col_stride != 1) return PortableRows::pack_columns(src, cols, k, k_padded, panels, panel_stride);
+  transpose_columns(src, cols, k, k_padded, panels, panel_stride, kPanelCols * kPairing<E>);
 }
 
 }  // namespace arch::avx512

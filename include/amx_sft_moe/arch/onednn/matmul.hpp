@@ -10,8 +10,8 @@
 #include "amx_sft_moe/arch/operands.hpp"
 #include "amx_sft_moe/core/errors.hpp"
 
-// Products run on the thread that asks for them. With OpenMP that is what parallel::SingleThreaded makes of it; a
-// oneDNN on another runtime would bring its own threads, and cut K by their number.
+// Products run on the thread that asks for them. With OpenMP that is what parallel::SingleThreaded makes of it;
+// a oneDNN on another runtime would bring its own threads, and cut K by their number.
 #if DNNL_CPU_THREADING_RUNTIME != DNNL_RUNTIME_OMP && DNNL_CPU_THREADING_RUNTIME != DNNL_RUNTIME_SEQ
 #error "kernel onednn needs a oneDNN built with the CPU runtime OMP or SEQ"
 #endif
@@ -19,15 +19,16 @@
 AMX_SFT_MOE_NAMESPACE_BEGIN
 namespace arch::onednn {
 
-// How B [k, cols] lies: in this library's panels, byte for byte oneDNN's BA16a16b2a (bf16) and BA16a16b (fp32),
-// which its AVX512 and AMX code takes as they are; or in rows, for what oneDNN runs on other CPUs.
-enum class Layout : std::uint8_t { kPanels, kRows };
+// How B [k, cols] lies. kPanel is this library's panel of 16 columns, byte for byte oneDNN's BA16a16b2a (bf16)
+// or BA16a16b (fp32), kPairs are those of arch/onednn/rows.hpp; oneDNN's AVX512 and AMX code takes both as they
+// are. kRows is for what it runs on other CPUs.
+enum class Layout : std::uint8_t { kPanel, kPairs, kRows };
 
 // A [rows, k] and C [rows, cols] are dense. C is fp32; cols is a multiple of 16, k of a cache line's elements.
 struct Shape {
   index_t rows = 0, cols = 0, k = 0;
   DType type = DType::kFp32;
-  Layout layout = Layout::kPanels;
+  Layout layout = Layout::kRows;
   bool accumulate = false;
 
   bool operator==(const Shape&) const = default;
@@ -101,12 +102,17 @@ class Matmul {
   using Desc = dnnl::memory::desc;
   using Tag = dnnl::memory::format_tag;
 
+  static Tag tag_of(Layout layout, bool bf16_type) {
+    if (layout == Layout::kRows) return Tag::ab;
+    if (layout == Layout::kPairs) return bf16_type ? Tag::BA16a32b2a : Tag::BA16a32b;
+    return bf16_type ? Tag::BA16a16b2a : Tag::BA16a16b;
+  }
+
   static dnnl::matmul::primitive_desc describe(const dnnl::engine& engine, const Shape& shape) {
     const bool bf16_type = shape.type == DType::kBf16;
     const auto type = bf16_type ? dnnl::memory::data_type::bf16 : dnnl::memory::data_type::f32;
-    const Tag panels = bf16_type ? Tag::BA16a16b2a : Tag::BA16a16b;
     const Desc a({shape.rows, shape.k}, type, Tag::ab);
-    const Desc b({shape.k, shape.cols}, type, shape.layout == Layout::kPanels ? panels : Tag::ab);
+    const Desc b({shape.k, shape.cols}, type, tag_of(shape.layout, bf16_type));
     const Desc c({shape.rows, shape.cols}, dnnl::memory::data_type::f32, Tag::ab);
     dnnl::primitive_attr attributes;
     // One primitive may then run on several threads at once.

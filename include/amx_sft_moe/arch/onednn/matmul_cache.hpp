@@ -21,20 +21,20 @@ class MatmulCache final : public KernelState {
     });
   }
 
-  // Room for B in rows.
-  float* unpacked(index_t count) {
-    unpacked_.reserve(count);
-    return unpacked_.data();
+  // Room for operands in another layout.
+  float* extra(index_t count) {
+    extra_.reserve(count);
+    return extra_.data();
   }
 
   index_t bytes() const override {
-    return scratchpad_.bytes() + unpacked_.bytes() + static_cast<index_t>(matmuls_.size() * sizeof(Matmul));
+    return scratchpad_.bytes() + extra_.bytes() + static_cast<index_t>(matmuls_.size() * sizeof(Matmul));
   }
   std::unique_ptr<KernelState> make_empty() const override { return std::make_unique<MatmulCache>(); }
   void grow_to(const KernelState& other) override {
     const auto& theirs = static_cast<const MatmulCache&>(other);
     scratchpad_.reserve(theirs.scratchpad_.bytes());
-    unpacked_.reserve(theirs.unpacked_.capacity());
+    extra_.reserve(theirs.extra_.capacity());
     if (signature_ == theirs.signature_) return;
     for (const auto& [shape, matmul] : theirs.matmuls_) {
       if (matmuls_.size() >= kMost) return;
@@ -44,7 +44,8 @@ class MatmulCache final : public KernelState {
   }
 
  private:
-  // A layer needs some 50 to 300: row counts are cut into few sizes (microkernel.hpp), columns come in sixteens.
+  // A layer needs some 50 to 300: row counts are cut into few sizes (microkernel.hpp), columns come in pairs of
+  // panels.
   static constexpr std::size_t kMost = 1024;
 
   struct Hash {
@@ -70,7 +71,7 @@ class MatmulCache final : public KernelState {
   std::unordered_map<Shape, Matmul, Hash> matmuls_;
   std::size_t signature_ = 0;  // of the set of shapes: equal sets, equal signatures
   AlignedBuffer<std::byte> scratchpad_;
-  AlignedBuffer<float> unpacked_;
+  AlignedBuffer<float> extra_;
 };
 
 }  // namespace arch::onednn

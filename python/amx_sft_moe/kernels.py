@@ -1,0 +1,47 @@
+"""Kernels that live in modules of their own, loaded when they are asked for."""
+
+from __future__ import annotations
+
+import importlib
+import os
+from typing import Any
+
+from amx_sft_moe import _core
+from amx_sft_moe.errors import KernelError
+
+ENVIRONMENT = "AMX_SFT_MOE_KERNEL"
+ONEDNN = "onednn"
+_MODULE = "amx_sft_moe._onednn"
+
+
+def load_onednn() -> tuple[Any, str]:
+    """The provider of kernel ``onednn`` and an empty string, or ``None`` and why there is none."""
+    try:
+        return importlib.import_module(_MODULE).provider, ""
+    except ModuleNotFoundError as error:
+        if error.name != _MODULE:
+            return None, f"its module cannot be loaded: {error}"
+        return None, (
+            "this package was built without oneDNN: install its headers and library (Debian: libdnnl-dev) and "
+            "build the package again from source"
+        )
+    except ImportError as error:
+        return None, f"its module cannot be loaded: {error}"
+
+
+def provider_of(kernel: str) -> Any:
+    """What ``_core`` needs to make an operator on ``kernel``: ``None`` for its own kernels.
+
+    Raises:
+        KernelError: it is ``onednn``, by name or by the environment, and this build or machine has none.
+    """
+    source, wanted = "kernel", kernel
+    if kernel == "auto":
+        source, wanted = ENVIRONMENT, os.environ.get(ENVIRONMENT, "")
+    if wanted != ONEDNN:
+        return None
+    provider, why_not = load_onednn()
+    if provider is None:
+        names = dict.fromkeys(k["name"] for k in _core.info(None)["kernels"] if k["available"])
+        raise KernelError(f"{source}: expected one of {', '.join(names)} or auto, got {ONEDNN}: {why_not}")
+    return provider
