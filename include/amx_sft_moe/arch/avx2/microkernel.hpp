@@ -71,8 +71,10 @@ struct Avx2Microkernel : RegisterTiles<Avx2Microkernel, float, 6, kPanelCols, 48
                            index_t tokens, index_t k, float* c, index_t c_stride) {
     for (index_t i = 0; i < rows; i += kDotRows) {
       for (index_t t = 0; t < tokens; t += kDotTokens) {
-        const index_t next = t == 0 ? kDotRows : 0;  // rows to prefetch
-        dot_of<S>(rows - i, tokens - t)(w, i, next, rows - 1, x + t * x_stride, x_stride, k,
+        // Each pass over these rows asks for its share of the next ones: memory does not wait for arithmetic.
+        const index_t from = t > 0 ? k / 2 : 0;
+        const index_t shift = tokens > kDotTokens ? 1 : 0;
+        dot_of<S>(rows - i, tokens - t)(w, i, rows - 1, from, shift, x + t * x_stride, x_stride, k,
                                         c + i * c_stride + t, c_stride);
       }
     }
@@ -83,8 +85,8 @@ struct Avx2Microkernel : RegisterTiles<Avx2Microkernel, float, 6, kPanelCols, 48
   static constexpr int kDotRows = 3;
   static constexpr int kDotTokens = 4;
   template <class S>
-  using Dot = void (*)(const RowSource<S>&, index_t, index_t, index_t, const float*, index_t, index_t, float*,
-                       index_t);
+  using Dot = void (*)(const RowSource<S>&, index_t, index_t, index_t, index_t, const float*, index_t, index_t,
+                       float*, index_t);
   template <class S>
   static Dot<S> dot_of(index_t rows, index_t tokens) {
     return []<int... N>(index_t n, std::integer_sequence<int, N...>) {
@@ -95,26 +97,27 @@ struct Avx2Microkernel : RegisterTiles<Avx2Microkernel, float, 6, kPanelCols, 48
   }
 
   template <int Rows, int Tokens, class S>
-  AMX_SFT_MOE_TARGET_AVX2 static void dot(const RowSource<S>& w, index_t i, index_t next, index_t last,
-                                          const float* x, index_t x_stride, index_t k, float* c,
+  AMX_SFT_MOE_TARGET_AVX2 static void dot(const RowSource<S>& w, index_t i, index_t last, index_t from,
+                                          index_t shift, const float* x, index_t x_stride, index_t k, float* c,
                                           index_t c_stride) {
     constexpr index_t kChunk = 64 / static_cast<index_t>(sizeof(S));
-    __m256 sum[Rows][Tokens];
-    const S* row[Rows];
-    const S* ahead[Rows];
+    __m256 sum[std::size_t{Rows}][std::size_t{Tokens}];
+    const S* row[std::size_t{Rows}];
+    const S* ahead[std::size_t{Rows}];
     AMX_SFT_MOE_UNROLL
     for (int r = 0; r < Rows; ++r) {
       row[r] = w.row(i + r);
-      ahead[r] = w.row(std::min(i + r + next, last));
+      ahead[r] = w.row(std::min(i + kDotRows + r, last)) + from;
       AMX_SFT_MOE_UNROLL
       for (int t = 0; t < Tokens; ++t) sum[r][t] = _mm256_setzero_ps();
     }
     index_t kk = 0;
     for (; kk + kChunk <= k; kk += kChunk) {
       AMX_SFT_MOE_UNROLL
-      for (int r = 0; r < Rows; ++r) _mm_prefetch(reinterpret_cast<const char*>(ahead[r] + kk), _MM_HINT_T0);
+      for (int r = 0; r < Rows; ++r)
+        _mm_prefetch(reinterpret_cast<const char*>(ahead[r] + (kk >> shift)), _MM_HINT_T0);
       for (index_t at = kk; at < kk + kChunk; at += 8) {
-        __m256 line[Rows];
+        __m256 line[std::size_t{Rows}];
         AMX_SFT_MOE_UNROLL
         for (int r = 0; r < Rows; ++r) line[r] = avx2::load8(row[r] + at);
         AMX_SFT_MOE_UNROLL
