@@ -9,10 +9,10 @@
 // the same work without this library.
 #include <cstdlib>
 
+#include "kernels.hpp"
 #include "machine.hpp"
 #include "random_data.hpp"
 #ifdef BENCH_HAS_ONEDNN
-#include "amx_sft_moe/kernels/onednn.hpp"
 #include "onednn_alone.hpp"
 #endif
 
@@ -146,7 +146,6 @@ void report(std::string_view kernel, const char* form, index_t m, double flop, d
 }
 
 #ifdef BENCH_HAS_ONEDNN
-using Kernels = kernels::Joined<DefaultKernels, kernels::OneDnnKernels>;
 using Alone = kernels::OneDnnBf16;
 
 // Seconds for all tasks, each one product of this shape by oneDNN alone: work(product, result, task).
@@ -185,8 +184,6 @@ void measure_alone(Operands<Alone>& operands, const Shape& shape, index_t m, int
   times[2].push_back(
       alone_seconds(operands, {kRank, shape.in, m, true, false}, threads, products, streamed(m * shape.in)));
 }
-#else
-using Kernels = DefaultKernels;
 #endif
 
 // Medians of one kernel's times.
@@ -242,7 +239,7 @@ int main(int argc, char** argv) {
   std::printf("weights [%lld, %lld] streamed from memory\n", static_cast<long long>(shape.out),
               static_cast<long long>(shape.in));
   std::string_view done;
-  Kernels::for_each([&]<class Kernel>() {
+  bench::Kernels::for_each([&]<class Kernel>() {
     if (only != "all" && only != Kernel::kName) return;
     if constexpr (std::is_same_v<typename Kernel::Weight, bf16>) {
       // Of kernels that share a name the one that it stands for here.

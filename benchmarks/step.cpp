@@ -11,6 +11,7 @@
 #include <numeric>
 #include <random>
 
+#include "kernels.hpp"
 #include "machine.hpp"
 #include "random_data.hpp"
 
@@ -148,7 +149,7 @@ void bench_step(const LayerShape& shape, index_t tokens, const char* kernel, int
   config.hidden_size = shape.hidden;
   config.intermediate_size = shape.intermediate;
   config.num_threads = threads;
-  const auto moe = make_sft_moe(kernel, config, layer.base(shape), layer.adapters(shape));
+  const auto moe = make_sft_moe<bench::Kernels>(kernel, config, layer.base(shape), layer.adapters(shape));
   const Routing routing{tokens, ExpertIds(layer.ids.data(), shape.top_k),
                         AnyConstMatrix(layer.weights.data(), tokens, shape.top_k, shape.top_k)};
   const AnyConstMatrix x(layer.x.data(), tokens, shape.hidden, shape.hidden);

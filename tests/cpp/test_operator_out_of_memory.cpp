@@ -48,6 +48,8 @@ class OperatorOutOfMemory : public KernelTest<Kernel> {
 TYPED_TEST_SUITE(OperatorOutOfMemory, AllKernels, KernelLabels);
 
 TYPED_TEST(OperatorOutOfMemory, InAForward) {
+  if (kIsOneDnn<TypeParam>)
+    GTEST_SKIP() << "it would be oneDNN that runs out of memory, and its cache that leaks";
   const Problem problem = random_problem(kCase, kPlain, kWeightDType<TypeParam>);
   const Outputs want = step_alone<TypeParam>(problem);
   Outputs got(problem);
@@ -82,6 +84,8 @@ TYPED_TEST(OperatorOutOfMemory, InAConstructor) {
 }
 
 TYPED_TEST(OperatorOutOfMemory, InABackward) {
+  if (kIsOneDnn<TypeParam>)
+    GTEST_SKIP() << "it would be oneDNN that runs out of memory, and its cache that leaks";
   const Problem problem = random_problem(kCase, kPlain, kWeightDType<TypeParam>);
   const Outputs want = step_alone<TypeParam>(problem);
   Outputs got(problem);

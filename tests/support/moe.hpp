@@ -58,12 +58,12 @@ using Avx512Fp32 = amx_sft_moe::kernels::Avx512<float>;
 using AmxBf16 = amx_sft_moe::kernels::AmxBf16;
 
 #ifdef SFT_TEST_HAS_ONEDNN
-// Of the five kernels named onednn three: with and without panels as they are, with and without widened
-// weights.
+// Of the seven kernels named onednn four: every way of packing and row operation, each with one type of weights.
 using OneDnnBf16 = amx_sft_moe::kernels::OneDnnBf16;
 using OneDnnFp32 = amx_sft_moe::kernels::OneDnn<float, amx_sft_moe::kernels::OneDnnWithAvx512>;
-using OneDnnPlainBf16 = amx_sft_moe::kernels::OneDnn<amx_sft_moe::bf16, amx_sft_moe::kernels::OneDnnAnywhere>;
-#define SFT_TEST_ONEDNN_KERNELS , OneDnnBf16, OneDnnFp32, OneDnnPlainBf16
+using OneDnnWidenedBf16 = amx_sft_moe::kernels::OneDnn<amx_sft_moe::bf16, amx_sft_moe::kernels::OneDnnWithAvx2>;
+using OneDnnPlainFp32 = amx_sft_moe::kernels::OneDnn<float, amx_sft_moe::kernels::OneDnnAnywhere>;
+#define SFT_TEST_ONEDNN_KERNELS , OneDnnBf16, OneDnnFp32, OneDnnWidenedBf16, OneDnnPlainFp32
 using ListedKernels =
     amx_sft_moe::kernels::Joined<amx_sft_moe::DefaultKernels, amx_sft_moe::kernels::OneDnnKernels>;
 #else
@@ -82,7 +82,7 @@ inline constexpr amx_sft_moe::DType kWeightDType = amx_sft_moe::kDTypeOf<typenam
 template <class Kernel>
 inline constexpr bool kIsOneDnn = Kernel::kName == "onednn";
 
-// "portable_fp32", "onednn_plain_bf16"; also names the instances of typed tests.
+// "portable_fp32", "onednn_plain_fp32"; also names the instances of typed tests.
 template <class Kernel>
 std::string kernel_label() {
   std::string label(Kernel::kName);

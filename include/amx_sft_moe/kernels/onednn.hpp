@@ -13,6 +13,8 @@
 #include <string>
 #include <string_view>
 
+#include "amx_sft_moe/arch/avx2/activation.hpp"
+#include "amx_sft_moe/arch/avx2/rows.hpp"
 #include "amx_sft_moe/arch/avx512/activation.hpp"
 #include "amx_sft_moe/arch/cpu_features.hpp"
 #include "amx_sft_moe/arch/onednn/microkernel.hpp"
@@ -43,7 +45,16 @@ struct OneDnnWithAvx512 {
   }
 };
 
-// Whatever oneDNN has for this CPU, on panels that are unpacked first.
+// AVX2 for row operations; products in oneDNN's AVX2 code, on panels that are unpacked first.
+struct OneDnnWithAvx2 {
+  static constexpr bool kPaired = false;
+  static constexpr std::string_view kVariant = "ymm";
+  using Rows = arch::Avx2Rows;
+  using Activation = arch::Avx2Activation;
+  static bool available() { return arch::cpu_features().avx2; }
+};
+
+// The same with whatever oneDNN has for this CPU.
 struct OneDnnAnywhere {
   static constexpr bool kPaired = false;
   static constexpr std::string_view kVariant = "plain";
@@ -66,7 +77,7 @@ struct OneDnn {
   using Activation = typename Variant::Activation;
 
   static std::string refusal() {
-    if (!Variant::available()) return "the CPU, or oneDNN (DNNL_MAX_CPU_ISA), reports no AVX512";
+    if (!Variant::available()) return "the CPU, or oneDNN (DNNL_MAX_CPU_ISA), lacks the instructions";
     return arch::onednn::version_refusal();
   }
   static bool available() { return refusal().empty(); }
@@ -94,6 +105,7 @@ struct OneDnnBf16 {
 };
 
 using OneDnnKernels = KernelList<OneDnnBf16, OneDnn<bf16, OneDnnWithAvx512>, OneDnn<float, OneDnnWithAvx512>,
+                                 OneDnn<bf16, OneDnnWithAvx2>, OneDnn<float, OneDnnWithAvx2>,
                                  OneDnn<bf16, OneDnnAnywhere>, OneDnn<float, OneDnnAnywhere>>;
 
 }  // namespace kernels

@@ -1,3 +1,0 @@
-#include "moe_definition.hpp"
-
-template class sft_test::Moe<sft_test::OneDnnPlainBf16>;
