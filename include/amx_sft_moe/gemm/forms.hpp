@@ -73,6 +73,17 @@ void pack_steps(const arch::RowSource<S>& src, index_t k, index_t k_padded, inde
 template <class Kernel>
 concept MultipliesInPlace = requires { Kernel::Microkernel::kInPlaceRows; };
 
+// `rows` themselves where their elements are adjacent, else a copy that is: a factor's layout must not decide about
+// the order of summation.
+template <class Kernel>
+AnyRows adjacent_rows(ThreadContext<Kernel>& thread, const AnyRows& rows, index_t count, index_t k) {
+  using E = typename Kernel::Compute;
+  if (rows.col_stride() == 1) return rows;
+  E* staged = thread.scratch.a_transposed.template as<E>(count * k);
+  rows.visit([&](const auto& source) { Kernel::Rows::template stage<E>(source, count, k, k, staged, k); });
+  return AnyRows(arch::RowSource<E>{staged, k, 1, nullptr});
+}
+
 // gemm_nt for few tokens: dot products along K, the weights read where they lie. Staging them would cost as much
 // as the products. x is taken out of its panels once per call.
 template <class Kernel, std::size_t Outputs, class Epilogue>
@@ -113,7 +124,7 @@ void gemm_nt_in_place(ThreadContext<Kernel>& thread, index_t out, index_t tokens
       for (std::size_t t = 0; t < outputs[o].size(); ++t) {
         const Term<E>& term = outputs[o][t];
         if (term.k == 0) continue;
-        term.a.from(row, 0).visit([&](const auto& w) {
+        adjacent_rows<Kernel>(thread, term.a.from(row, 0), here, term.k).visit([&](const auto& w) {
           Micro::dot_in_place(w, here, x[o][t], round_up(term.k, kGap) + kGap, tokens, term.k, blocks[o].c,
                               arch::kPanelCols);
         });
@@ -130,11 +141,7 @@ void gemm_nt(ThreadContext<Kernel>& thread, index_t out, index_t tokens,
              const std::array<std::span<const Term<typename Kernel::Compute>>, Outputs>& outputs,
              Epilogue&& epilogue) {
   if constexpr (MultipliesInPlace<Kernel>) {
-    bool adjacent = true;
-    for (const auto& terms : outputs) {
-      for (const auto& term : terms) adjacent = adjacent && (term.a.col_stride() == 1 || term.k == 0);
-    }
-    if (adjacent && tokens <= Kernel::Microkernel::kInPlaceRows) {
+    if (tokens <= Kernel::Microkernel::kInPlaceRows) {
       return gemm_nt_in_place<Kernel>(thread, out, tokens, outputs, epilogue);
     }
   }
