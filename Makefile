@@ -5,6 +5,8 @@ VENV := .venv
 BIN := $(VENV)/bin
 BUILD := build
 JOBS ?= $(shell nproc)
+CLANG := -DCMAKE_C_COMPILER=clang-19 -DCMAKE_CXX_COMPILER=clang++-19
+FUZZ_CALLS ?= 200000
 SUDO := $(shell [ "$$(id -u)" = 0 ] || echo sudo)
 # torch is pinned: an unpinned one brings gigabytes of CUDA libraries.
 TORCH ?= torch==2.13.0
@@ -12,16 +14,23 @@ NVTX_INCLUDE = $(shell $(BIN)/python -c "import nvidia, pathlib; \
   print(next((p.parent.parent for d in nvidia.__path__ for p in pathlib.Path(d).rglob('nvtx3/nvtx3.hpp')), ''))")
 SOURCES := $(shell find cmake include python pyproject.toml CMakeLists.txt -type f -not -name '*.pyc')
 
-.PHONY: finetune test test-cpp test-python test-full matrix qemu lint bench clean help
+.PHONY: finetune test test-cpp test-python test-full asan tsan fuzz matrix qemu lint tidy coverage mutation bench \
+  clean help
 
 help:
 	@echo "make finetune    LoRA fine-tuning of a small MoE language model on real text, offline"
 	@echo "make test        all C++ and Python tests"
-	@echo "make test-full   also sanitizers, other compilers, other CPUs"
+	@echo "make test-full   also sanitizers, fuzzers, other compilers, other CPUs"
+	@echo "make asan        the C++ tests under AddressSanitizer and UndefinedBehaviorSanitizer"
+	@echo "make tsan        the C++ tests under ThreadSanitizer, with clang, libomp and archer"
+	@echo "make fuzz        the C++ API called in any order; FUZZ_CALLS=1000000"
 	@echo "make matrix      a program by each compiler found, C++20 and C++23, strict warnings"
 	@echo "make qemu        one binary on emulated CPUs from SSE2 to AVX2"
 	@echo "make bench       GEMM forms and one operator step beside this machine's limits"
 	@echo "make lint        clang-format, ruff"
+	@echo "make tidy        clang-tidy"
+	@echo "make coverage    lines of the headers that the C++ tests reach"
+	@echo "make mutation    breaks the library line by line; the tests have to notice (an hour)"
 
 finetune: $(VENV)/installed
 	$(BIN)/python -m amx_sft_moe finetune $(ARGS)
@@ -37,11 +46,43 @@ test-python: $(VENV)/installed test-cpp
 	AMX_EMULATOR_LIBRARY=$$(find $(abspath $(BUILD)) -name libamx_emulator.so | head -1) \
 	  $(BIN)/python -m pytest -q tests/python
 
-test-full: test lint matrix qemu
+test-full: test lint tidy matrix qemu asan tsan fuzz
+
+asan: $(VENV)/tools
 	$(BIN)/cmake -S . -B $(BUILD)-asan -G Ninja -DCMAKE_BUILD_TYPE=RelWithDebInfo \
 	  -DAMX_SFT_MOE_SANITIZE=address,undefined -DAMX_SFT_MOE_BENCHMARKS=OFF
 	$(BIN)/cmake --build $(BUILD)-asan -j $(JOBS)
 	OMP_WAIT_POLICY=passive $(BIN)/ctest --test-dir $(BUILD)-asan --output-on-failure -j $(JOBS)
+
+# GCC's ThreadSanitizer does not understand libgomp. With archer it sees what libomp orders. oneDNN brings the other
+# OpenMP library along.
+tsan: $(VENV)/clang
+	$(BIN)/cmake -S . -B $(BUILD)-tsan -G Ninja -DCMAKE_BUILD_TYPE=RelWithDebInfo $(CLANG) \
+	  -DAMX_SFT_MOE_SANITIZE=thread -DAMX_SFT_MOE_ONEDNN=OFF -DAMX_SFT_MOE_BENCHMARKS=OFF -DAMX_SFT_MOE_EXAMPLES=OFF
+	$(BIN)/cmake --build $(BUILD)-tsan -j $(JOBS)
+	OMP_WAIT_POLICY=passive OMP_TOOL_LIBRARIES=/usr/lib/llvm-19/lib/libarcher.so \
+	  TSAN_OPTIONS=ignore_noninstrumented_modules=1 \
+	  $(BIN)/ctest --test-dir $(BUILD)-tsan --output-on-failure -j $(JOBS) -E consumers
+
+fuzz: $(VENV)/clang
+	$(BIN)/cmake -S . -B $(BUILD)-fuzz -G Ninja -DCMAKE_BUILD_TYPE=Release $(CLANG) -DAMX_SFT_MOE_FUZZERS=ON \
+	  -DAMX_SFT_MOE_ONEDNN=OFF -DAMX_SFT_MOE_BENCHMARKS=OFF -DAMX_SFT_MOE_EXAMPLES=OFF
+	$(BIN)/cmake --build $(BUILD)-fuzz -j $(JOBS) --target operator_fuzzer
+	mkdir -p $(BUILD)-fuzz/corpus
+	cd $(BUILD)-fuzz && OMP_WAIT_POLICY=passive AMX_SFT_MOE_FUZZ_CALLS=$(FUZZ_CALLS) \
+	  tests/fuzz/operator_fuzzer -max_len=400 -len_control=0 -verbosity=0 corpus
+
+coverage: $(VENV)/tools
+	$(BIN)/pip install -q gcovr
+	$(BIN)/cmake -S . -B $(BUILD)-coverage -G Ninja -DCMAKE_BUILD_TYPE=Debug -DCMAKE_CXX_FLAGS="--coverage -O1" \
+	  -DAMX_SFT_MOE_NVTX_INCLUDE=$(NVTX_INCLUDE) -DAMX_SFT_MOE_BENCHMARKS=OFF
+	$(BIN)/cmake --build $(BUILD)-coverage -j $(JOBS)
+	OMP_WAIT_POLICY=passive $(BIN)/ctest --test-dir $(BUILD)-coverage -j $(JOBS) -E consumers
+	$(BIN)/gcovr --root . --filter include/ --exclude-throw-branches --gcov-ignore-errors=all \
+	  --gcov-ignore-parse-errors=all -j $(JOBS) $(BUILD)-coverage
+
+mutation: $(VENV)/tools
+	PATH="$(abspath $(BIN)):$$PATH" $(BIN)/python tests/mutation/mutate.py $(BUILD)-mutation $(ARGS)
 
 matrix qemu: $(VENV)/tools
 	@if [ $@ = qemu ] && ! command -v qemu-x86_64 >/dev/null; then \
@@ -62,6 +103,22 @@ lint: $(VENV)/tools
 	$(BIN)/ruff check python tests benchmarks
 	$(BIN)/ruff format --check python tests benchmarks
 	git ls-files '*.hpp' '*.cpp' | xargs $(BIN)/clang-format --dry-run --Werror
+
+tidy: $(VENV)/clang
+	clang-tidy-16 --quiet tests/lint/every_kernel.cpp -- -std=c++20 -Iinclude -Wno-unknown-pragmas
+	clang-tidy-16 --quiet python/src/*.cpp -- -std=c++20 -Iinclude -Wno-unknown-pragmas -isystem \
+	  $$($(BIN)/python -c "import pybind11; print(pybind11.get_include())") -isystem \
+	  $$($(PYTHON) -c "import sysconfig; print(sysconfig.get_path('include'))")
+
+$(VENV)/clang: $(VENV)/tools
+	@if ! command -v clang++-19 >/dev/null || ! command -v clang-tidy-16 >/dev/null || \
+	    [ ! -e /usr/lib/llvm-19/lib/libarcher.so ] || \
+	    [ ! -e /usr/lib/llvm-19/lib/clang/19/lib/linux/libclang_rt.fuzzer-x86_64.a ]; then \
+	  echo "installing clang 19 with its run-time libraries, libomp and clang-tidy by apt"; \
+	  $(SUDO) apt-get update -q && $(SUDO) env DEBIAN_FRONTEND=noninteractive apt-get install -y -q \
+	    --no-install-recommends clang-19 libclang-rt-19-dev libomp-19-dev clang-tidy-16; \
+	fi
+	@touch $@
 
 # Compiler, Python headers, GoogleTest, oneDNN: only where they are missing.
 $(VENV)/system:
@@ -92,4 +149,4 @@ $(VENV)/installed: $(VENV)/packages $(SOURCES)
 	@touch $@
 
 clean:
-	rm -rf $(BUILD) $(BUILD)-asan $(VENV)
+	rm -rf $(BUILD) $(BUILD)-* $(VENV)

@@ -47,6 +47,7 @@ std::string_view LoraObjects::name(std::size_t factor) const {
   return kNames[factor];
 }
 
+// NOLINTBEGIN(bugprone-unchecked-optional-access): read_pair() says whether both are there.
 LoraTensors read_lora(const LoraObjects& objects, const Config& c, std::optional<float> alpha) {
   LoraTensors lora;
   const index_t hidden = c.hidden_size;
@@ -70,11 +71,12 @@ LoraTensors read_lora(const LoraObjects& objects, const Config& c, std::optional
   }
   return lora;
 }
+// NOLINTEND(bugprone-unchecked-optional-access)
 
 void bind_gradient(LoraGradients& gradients, const LoraObjects& objects, const LoraTensors& lora,
                    std::size_t factor, const Tensor& tensor, index_t intermediate) {
   const std::string_view name = objects.name(factor);
-  const Tensor& parameter = *lora.factors[factor];
+  const Tensor& parameter = lora.factors[factor].value();
   require_float(tensor, name);
   require_shape(tensor, name, {parameter.shape[0], parameter.shape[1], parameter.shape[2]});
   if (tensor.elements() == 0) return;

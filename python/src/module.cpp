@@ -40,6 +40,7 @@ void register_errors() {
     const auto errors = py::module_::import("amx_sft_moe.errors");
     return ErrorTypes{errors.attr("ArgumentError"), errors.attr("StateError"), errors.attr("KernelError")};
   });
+  // NOLINTNEXTLINE(performance-unnecessary-value-param): pybind11's signature
   py::register_local_exception_translator([](std::exception_ptr pointer) {
     const ErrorTypes& types = error_types.get_stored();
     try {

@@ -127,6 +127,7 @@ void fill_from_torch_attributes(Tensor& tensor, py::handle object, std::string_v
     tensor.shape[d] = py::cast<index_t>(shape[d]);
     tensor.strides[d] = py::cast<index_t>(strides[d]);
   }
+  // NOLINTNEXTLINE(performance-no-int-to-ptr): torch gives the address as a number
   tensor.data = reinterpret_cast<void*>(py::cast<std::uintptr_t>(object.attr("data_ptr")()));
 }
 

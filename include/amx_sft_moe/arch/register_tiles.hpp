@@ -25,7 +25,9 @@ struct RegisterTiles {
   static constexpr index_t kMaxRows = BlockRows;
   static constexpr index_t kMaxCols = 2 * kPanelCols;
   static constexpr BlockPlan plan(index_t rows, index_t cols) {
-    return uniform_plan(rows, cols, cols <= Cols / 2 ? NarrowBlockRows : BlockRows, kMaxCols);
+    index_t block_rows = BlockRows;
+    if (cols <= Cols / 2) block_rows = NarrowBlockRows;
+    return uniform_plan(rows, cols, block_rows, kMaxCols);
   }
   static constexpr index_t fitted_k_tile(index_t) { return kKUnit; }
 

@@ -69,12 +69,82 @@ void pack_steps(const arch::RowSource<S>& src, index_t k, index_t k_padded, inde
   }
 }
 
+// A microkernel may offer, beside block(), a product for few rows that reads B where it lies.
+template <class Kernel>
+concept MultipliesInPlace = requires { Kernel::Microkernel::kInPlaceRows; };
+
+// `rows` themselves where their elements are adjacent, else a copy that is: a factor's layout must not decide about
+// the order of summation.
+template <class Kernel>
+AnyRows adjacent_rows(ThreadContext<Kernel>& thread, const AnyRows& rows, index_t count, index_t k) {
+  using E = typename Kernel::Compute;
+  if (rows.col_stride() == 1) return rows;
+  E* staged = thread.scratch.a_transposed.template as<E>(count * k);
+  rows.visit([&](const auto& source) { Kernel::Rows::template stage<E>(source, count, k, k, staged, k); });
+  return AnyRows(arch::RowSource<E>{staged, k, 1, nullptr});
+}
+
+// gemm_nt for few tokens: dot products along K, the weights read where they lie. Staging them would cost as much
+// as the products. x is taken out of its panels once per call.
+template <class Kernel, std::size_t Outputs, class Epilogue>
+void gemm_nt_in_place(ThreadContext<Kernel>& thread, index_t out, index_t tokens,
+                      const std::array<std::span<const Term<typename Kernel::Compute>>, Outputs>& outputs,
+                      Epilogue&& epilogue) {
+  using Micro = typename Kernel::Microkernel;
+  using E = typename Kernel::Compute;
+  constexpr index_t kGap = arch::kPanelCols;  // a line between rows, so that they do not lie 4 KiB apart
+  index_t room = 0;
+  for (const auto& terms : outputs) {
+    for (const Term<E>& term : terms) room += tokens * (round_up(term.k, kGap) + kGap);
+  }
+  E* free = thread.scratch.a_rows.template as<E>(room);
+  std::array<std::array<E*, arch::kMaxSegments>, Outputs> x{};
+  for (std::size_t o = 0; o < Outputs; ++o) {
+    for (std::size_t t = 0; t < outputs[o].size(); ++t) {
+      const Term<E>& term = outputs[o][t];
+      if (o > 0 && t < outputs[0].size() && outputs[0][t].k == term.k && outputs[0][t].b.data == term.b.data) {
+        x[o][t] = x[0][t];  // gate and up share x
+        continue;
+      }
+      x[o][t] = free;
+      free += tokens * (round_up(term.k, kGap) + kGap);
+      const arch::RowSource<E> columns{term.b.data, arch::kPanelCols, 1, nullptr};
+      Kernel::Rows::template stage_transposed<E>(columns, tokens, term.k, term.k, nullptr, x[o][t],
+                                                 round_up(term.k, kGap) + kGap);
+    }
+  }
+  constexpr index_t kBlockFloats = Micro::kMaxRows * arch::kPanelCols;
+  float* c = thread.scratch.c_blocks.template as<float>(kBlockFloats * static_cast<index_t>(Outputs));
+  for (index_t row = 0; row < out; row += Micro::kMaxRows) {
+    const index_t here = std::min(Micro::kMaxRows, out - row);
+    std::array<Block, Outputs> blocks;
+    for (std::size_t o = 0; o < Outputs; ++o) {
+      blocks[o] = {row, here, 0, tokens, c + static_cast<index_t>(o) * kBlockFloats, arch::kPanelCols};
+      std::fill_n(blocks[o].c, here * arch::kPanelCols, 0.0F);
+      for (std::size_t t = 0; t < outputs[o].size(); ++t) {
+        const Term<E>& term = outputs[o][t];
+        if (term.k == 0) continue;
+        adjacent_rows<Kernel>(thread, term.a.from(row, 0), here, term.k).visit([&](const auto& w) {
+          Micro::dot_in_place(w, here, x[o][t], round_up(term.k, kGap) + kGap, tokens, term.k, blocks[o].c,
+                              arch::kPanelCols);
+        });
+      }
+    }
+    epilogue(blocks);
+  }
+}
+
 // C^T [out, tokens] = sum over the terms of W [out, k] x x^T [k, tokens], for one or two sets of weights (gate
 // and up) over the same tokens.
 template <class Kernel, std::size_t Outputs, class Epilogue>
 void gemm_nt(ThreadContext<Kernel>& thread, index_t out, index_t tokens,
              const std::array<std::span<const Term<typename Kernel::Compute>>, Outputs>& outputs,
              Epilogue&& epilogue) {
+  if constexpr (MultipliesInPlace<Kernel>) {
+    if (tokens <= Kernel::Microkernel::kInPlaceRows) {
+      return gemm_nt_in_place<Kernel>(thread, out, tokens, outputs, epilogue);
+    }
+  }
   for_each_block<Kernel>(thread.session, thread.scratch, out, tokens, Kernel::Microkernel::kKUnit, outputs,
                          epilogue);
 }
@@ -85,10 +155,6 @@ struct NnTerm {
   AnyRows b;
   index_t k = 0;
 };
-
-// A microkernel may offer, beside block(), a product for few rows that reads B where it lies.
-template <class Kernel>
-concept MultipliesInPlace = requires { Kernel::Microkernel::kInPlaceRows; };
 
 // gemm_nn for few rows: packing B would cost as much as the products, and memory would wait meanwhile. Every
 // element of C is the same chain of products along K as in a register tile: the same bits.

@@ -1,6 +1,8 @@
 // The fp32 microkernels of AVX2. The register tile: broadcast an element of A's row, fused multiply-add with a
-// step of packed B. For few rows of A, the same with B as it lies and C in L1.
+// step of packed B. And for few tokens, two products that read the weights where they lie.
 #pragma once
+
+#include <algorithm>
 
 #include "amx_sft_moe/arch/avx2/vector.hpp"
 #include "amx_sft_moe/arch/register_tiles.hpp"
@@ -12,8 +14,8 @@ namespace arch {
 // on Haswell, 8 since. 12 FMA ask for 8 loads, of which every CPU does two a cycle: 4 of the 6 cycles. 4 x 24
 // would ask for 7, but panels are 16 wide. 48 rows are eight tiles and whole 8 x 8 transpositions of the
 // result; C stays in L1.
-// 8 x 8 for at most 8 columns (tokens of gemm_nt): half the arithmetic. 12 x 8 was no faster: twelve row
-// pointers do not fit the general registers. Blocks of 8 rows: what is staged of them is 64 KiB at K = 2048.
+// 8 x 8 where at most 8 columns are left: half the arithmetic. 12 x 8 was no faster: twelve row pointers do not
+// fit the general registers. Blocks of 8 rows there: what is staged of them is 64 KiB at K = 2048.
 struct Avx2Microkernel : RegisterTiles<Avx2Microkernel, float, 6, kPanelCols, 48, 8, 8> {
   template <int Rows, int Cols>
   AMX_SFT_MOE_TARGET_AVX2 static void tile(const Segments<float>& segments, index_t i, index_t j, float* c,
@@ -63,7 +65,84 @@ struct Avx2Microkernel : RegisterTiles<Avx2Microkernel, float, 6, kPanelCols, 48
     in_place_of<S>(rows)(a, a_stride, b, k, cols, c, c_stride);
   }
 
+  // C [rows, tokens] += W [rows, k] x x^T with W as it lies, its columns adjacent, and x [tokens, k].
+  template <class S>
+  static void dot_in_place(const RowSource<S>& w, index_t rows, const float* x, index_t x_stride,
+                           index_t tokens, index_t k, float* c, index_t c_stride) {
+    for (index_t i = 0; i < rows; i += kDotRows) {
+      for (index_t t = 0; t < tokens; t += kDotTokens) {
+        // Each pass over these rows asks for its share of the next ones: memory does not wait for arithmetic.
+        const index_t from = t > 0 ? k / 2 : 0;
+        const index_t shift = tokens > kDotTokens ? 1 : 0;
+        dot_of<S>(rows - i, tokens - t)(w, i, rows - 1, from, shift, x + t * x_stride, x_stride, k,
+                                        c + i * c_stride + t, c_stride);
+      }
+    }
+  }
+
  private:
+  // 3 rows x 4 tokens: 12 accumulators, 3 registers of W, 1 of x.
+  static constexpr int kDotRows = 3;
+  static constexpr int kDotTokens = 4;
+  template <class S>
+  using Dot = void (*)(const RowSource<S>&, index_t, index_t, index_t, index_t, const float*, index_t, index_t,
+                       float*, index_t);
+  template <class S>
+  static Dot<S> dot_of(index_t rows, index_t tokens) {
+    return []<int... N>(index_t n, std::integer_sequence<int, N...>) {
+      constexpr Dot<S> kOf[] = {&dot<N / kDotTokens + 1, N % kDotTokens + 1, S>...};
+      return kOf[n];
+    }((std::min<index_t>(rows, kDotRows) - 1) * kDotTokens + std::min<index_t>(tokens, kDotTokens) - 1,
+           std::make_integer_sequence<int, kDotRows * kDotTokens>{});
+  }
+
+  template <int Rows, int Tokens, class S>
+  AMX_SFT_MOE_TARGET_AVX2 static void dot(const RowSource<S>& w, index_t i, index_t last, index_t from,
+                                          index_t shift, const float* x, index_t x_stride, index_t k, float* c,
+                                          index_t c_stride) {
+    constexpr index_t kChunk = 64 / static_cast<index_t>(sizeof(S));
+    __m256 sum[std::size_t{Rows}][std::size_t{Tokens}];
+    const S* row[std::size_t{Rows}];
+    const S* ahead[std::size_t{Rows}];
+    AMX_SFT_MOE_UNROLL
+    for (int r = 0; r < Rows; ++r) {
+      row[r] = w.row(i + r);
+      ahead[r] = w.row(std::min(i + kDotRows + r, last)) + from;
+      AMX_SFT_MOE_UNROLL
+      for (int t = 0; t < Tokens; ++t) sum[r][t] = _mm256_setzero_ps();
+    }
+    index_t kk = 0;
+    for (; kk + kChunk <= k; kk += kChunk) {
+      AMX_SFT_MOE_UNROLL
+      for (int r = 0; r < Rows; ++r)
+        _mm_prefetch(reinterpret_cast<const char*>(ahead[r] + (kk >> shift)), _MM_HINT_T0);
+      for (index_t at = kk; at < kk + kChunk; at += 8) {
+        __m256 line[std::size_t{Rows}];
+        AMX_SFT_MOE_UNROLL
+        for (int r = 0; r < Rows; ++r) line[r] = avx2::load8(row[r] + at);
+        AMX_SFT_MOE_UNROLL
+        for (int t = 0; t < Tokens; ++t) {
+          const __m256 value = _mm256_loadu_ps(x + t * x_stride + at);
+          AMX_SFT_MOE_UNROLL
+          for (int r = 0; r < Rows; ++r) sum[r][t] = _mm256_fmadd_ps(line[r], value, sum[r][t]);
+        }
+      }
+    }
+    for (; kk < k; kk += 8) {
+      for (int r = 0; r < Rows; ++r) {
+        const __m256 line = avx2::load8(row[r] + kk, k - kk);
+        for (int t = 0; t < Tokens; ++t) {
+          sum[r][t] = _mm256_fmadd_ps(line, avx2::load8(x + t * x_stride + kk, k - kk), sum[r][t]);
+        }
+      }
+    }
+    AMX_SFT_MOE_UNROLL
+    for (int r = 0; r < Rows; ++r) {
+      AMX_SFT_MOE_UNROLL
+      for (int t = 0; t < Tokens; ++t) c[r * c_stride + t] += avx2::sum_lanes(sum[r][t]);
+    }
+  }
+
   template <class S>
   using InPlace = void (*)(const float*, index_t, const RowSource<S>&, index_t, index_t, float*, index_t);
   template <class S>

@@ -1,4 +1,5 @@
-// A product for few rows of A that reads B where it lies: packing B would cost as much as the products.
+// Products for few tokens that read the weights where they lie: packing or staging them would cost as much as the
+// products.
 #pragma once
 
 #include "amx_sft_moe/arch/avx512/vector.hpp"
@@ -76,6 +77,49 @@ AMX_SFT_MOE_TARGET_AVX512 void multiply_in_place(const float* a, index_t a_strid
     float value[std::size_t{Rows}][1];
     for (int r = 0; r < Rows; ++r) value[r][0] = a[r * a_stride + kk];
     in_place_steps(value, row, row, cols, c, c_stride);
+  }
+}
+
+// c [Rows, Tokens] += W's rows x x^T, dot products along K, while the rows ahead[0], ahead[1], ... come to L1.
+template <int Rows, int Tokens, class S>
+AMX_SFT_MOE_TARGET_AVX512 void dot(const S* const* row, const S* const* ahead, const float* x, index_t x_stride,
+                                   index_t k, float* c, index_t c_stride) {
+  constexpr index_t kChunk = 64 / static_cast<index_t>(sizeof(S));  // a line of W
+  __m512 sum[std::size_t{Rows}][std::size_t{Tokens}];
+  AMX_SFT_MOE_UNROLL
+  for (int r = 0; r < Rows; ++r) {
+    AMX_SFT_MOE_UNROLL
+    for (int t = 0; t < Tokens; ++t) sum[r][t] = _mm512_setzero_ps();
+  }
+  index_t kk = 0;
+  for (; kk + kChunk <= k; kk += kChunk) {
+    AMX_SFT_MOE_UNROLL
+    for (int r = 0; r < Rows; ++r) _mm_prefetch(reinterpret_cast<const char*>(ahead[r] + kk), _MM_HINT_T0);
+    for (index_t at = kk; at < kk + kChunk; at += 16) {
+      __m512 line[std::size_t{Rows}];
+      AMX_SFT_MOE_UNROLL
+      for (int r = 0; r < Rows; ++r) line[r] = load16(row[r] + at);
+      AMX_SFT_MOE_UNROLL
+      for (int t = 0; t < Tokens; ++t) {
+        const __m512 value = _mm512_loadu_ps(x + t * x_stride + at);
+        AMX_SFT_MOE_UNROLL
+        for (int r = 0; r < Rows; ++r) sum[r][t] = _mm512_fmadd_ps(line[r], value, sum[r][t]);
+      }
+    }
+  }
+  for (; kk < k; kk += 16) {
+    const __mmask16 lanes = mask16(k - kk);
+    for (int r = 0; r < Rows; ++r) {
+      const __m512 line = load16(row[r] + kk, lanes);
+      for (int t = 0; t < Tokens; ++t) {
+        sum[r][t] = _mm512_fmadd_ps(line, load16(x + t * x_stride + kk, lanes), sum[r][t]);
+      }
+    }
+  }
+  AMX_SFT_MOE_UNROLL
+  for (int r = 0; r < Rows; ++r) {
+    AMX_SFT_MOE_UNROLL
+    for (int t = 0; t < Tokens; ++t) c[r * c_stride + t] += _mm512_reduce_add_ps(sum[r][t]);
   }
 }
 

@@ -2,6 +2,8 @@
 // packed B.
 #pragma once
 
+#include <algorithm>
+
 #include "amx_sft_moe/arch/avx512/in_place.hpp"
 #include "amx_sft_moe/arch/intrinsics.hpp"
 #include "amx_sft_moe/arch/register_tiles.hpp"
@@ -12,9 +14,7 @@ namespace arch {
 // 12 rows x 2 panels: 24 accumulators, 2 registers of B, 1 broadcast of the 32 zmm. Each loaded line of B
 // serves 12 products, each broadcast 2. Latency times rate is 8: 12 accumulators would do.
 // 48 rows are four tiles and three 16 x 16 transpositions of the result; C stays in L1.
-// 16 x 16 for at most 16 columns (tokens of gemm_nt), in blocks of 16 rows: what is staged of them is 128 KiB at
-// K = 2048. Blocks of 48 read 0.53 instead of 0.71 of the bandwidth at 8 tokens.
-struct Avx512Microkernel : RegisterTiles<Avx512Microkernel, float, 12, 2 * kPanelCols, 48, 16, 16> {
+struct Avx512Microkernel : RegisterTiles<Avx512Microkernel, float, 12, 2 * kPanelCols, 48> {
   template <int Rows, int Cols>
   AMX_SFT_MOE_TARGET_AVX512 static void tile(const Segments<float>& segments, index_t i, index_t j, float* c,
                                              index_t c_stride) {
@@ -53,15 +53,51 @@ struct Avx512Microkernel : RegisterTiles<Avx512Microkernel, float, 12, 2 * kPane
     }
   }
 
-  // See avx512::multiply_in_place. At 16 rows 0.70 of the bandwidth instead of 0.44 by packed panels, at 8 all of it.
+  // Rows of A in gemm_nn, tokens in gemm_nt, up to which weights are read in place. gemm_nn of 16 rows reads 0.70 of
+  // the bandwidth instead of 0.44 by packed panels, of 8 all of it.
   static constexpr int kInPlaceRows = 16;
+
+  // C [rows, cols] += A [rows, k] x B [k, cols], see avx512::multiply_in_place.
   template <class S>
   static void multiply_in_place(const float* a, index_t a_stride, index_t rows, const RowSource<S>& b,
                                 index_t k, index_t cols, float* c, index_t c_stride) {
     in_place_of<S>(rows)(a, a_stride, b, k, cols, c, c_stride);
   }
 
+  // C [rows, tokens] += W [rows, k] x x^T with W as it lies, its columns adjacent, and x [tokens, k].
+  template <class S>
+  static void dot_in_place(const RowSource<S>& w, index_t rows, const float* x, index_t x_stride,
+                           index_t tokens, index_t k, float* c, index_t c_stride) {
+    for (index_t i = 0; i < rows; i += kDotRows) {
+      for (index_t t = 0; t < tokens; t += kDotTokens) {
+        const index_t next = t == 0 ? kDotRows : 0;
+        const S* row[std::size_t{kDotRows}];
+        const S* ahead[std::size_t{kDotRows}];
+        for (index_t r = 0; r < kDotRows; ++r) {
+          row[r] = w.row(std::min(i + r, rows - 1));
+          ahead[r] = w.row(std::min(i + r + next, rows - 1));
+        }
+        dot_of<S>(rows - i, tokens - t)(row, ahead, x + t * x_stride, x_stride, k, c + i * c_stride + t,
+                                        c_stride);
+      }
+    }
+  }
+
  private:
+  // 3 rows x 8 tokens: 24 accumulators, 3 registers of W, 1 of x.
+  static constexpr int kDotRows = 3;
+  static constexpr int kDotTokens = 8;
+  template <class S>
+  using Dot = void (*)(const S* const*, const S* const*, const float*, index_t, index_t, float*, index_t);
+  template <class S>
+  static Dot<S> dot_of(index_t rows, index_t tokens) {
+    return []<int... N>(index_t n, std::integer_sequence<int, N...>) {
+      constexpr Dot<S> kOf[] = {&avx512::dot<N / kDotTokens + 1, N % kDotTokens + 1, S>...};
+      return kOf[n];
+    }((std::min<index_t>(rows, kDotRows) - 1) * kDotTokens + std::min<index_t>(tokens, kDotTokens) - 1,
+           std::make_integer_sequence<int, kDotRows * kDotTokens>{});
+  }
+
   template <class S>
   using InPlace = void (*)(const float*, index_t, const RowSource<S>&, index_t, index_t, float*, index_t);
   template <class S>
