@@ -57,7 +57,11 @@ AMX_SFT_MOE_TARGET_AVX512 inline void copy_row(const S* row, index_t cols, float
                                                const PanelStep& step) {
   index_t c = 0;
   if (scale == 1.0F) {
-    for (; c + kPanelCols <= cols; c += kPanelCols) _mm512_storeu_ps(out + step.at(c), load16(row + c));
+    float* pair = out;
+    for (; c + 2 * kPanelCols <= cols; c += 2 * kPanelCols, pair += step.pair) {
+      _mm512_storeu_ps(pair, load16(row + c));
+      _mm512_storeu_ps(pair + step.neighbour, load16(row + c + kPanelCols));
+    }
   }
   const __m512 factor = _mm512_set1_ps(scale);
   for (; c < cols; c += kPanelCols) {
