@@ -92,7 +92,7 @@ double nt_seconds(Operands<Kernel>& operands, const Shape& shape, index_t m, int
         const auto weight = gemm::AnyRows(operands.matrix(task / per_matrix, shape)).from(first, 0);
         const std::array<gemm::Term<E>, 1> terms{{{weight, shape.in, {operands.x_panels.data(), stride}}}};
         const std::array<std::span<const gemm::Term<E>>, 1> outputs{{terms}};
-        gemm::gemm_nt<Kernel>(context, rows, m, outputs, [&](const std::array<gemm::Block, 1>& blocks) {
+        gemm::gemm_nt<Kernel>(context, rows, m, m, outputs, [&](const std::array<gemm::Block, 1>& blocks) {
           store<Kernel>(blocks[0], result + first, shape.out, true);
         });
       });

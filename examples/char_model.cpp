@@ -12,6 +12,7 @@
 // First the gradients are compared with differences of the loss (fp32 weights); a deviation ends the program
 // with status 1. The same seed and kernel give the same losses, whatever the number of threads.
 #include <chrono>
+#include <cstdlib>
 #include <functional>
 #include <iomanip>
 #include <iostream>
@@ -58,12 +59,22 @@ Options parse(int argc, char** argv) {
 }
 
 // A kernel for bf16 weights trains on them; all others, "auto" included, on fp32.
-sft::DType weights_for(const std::string& kernel) {
+sft::DType weights_for(std::string kernel) {
+  const char* variable = std::getenv("AMX_SFT_MOE_KERNEL");
+  if (kernel == "auto" && variable != nullptr) kernel = variable;
   bool fp32 = kernel == "auto", bf16 = false;
   for (const sft::KernelInfo& info : sft::list_kernels()) {
     if (info.name == kernel) (info.weights == sft::DType::kFp32 ? fp32 : bf16) = true;
   }
   return bf16 && !fp32 ? sft::DType::kBf16 : sft::DType::kFp32;
+}
+
+// The best for fp32 weights, whatever AMX_SFT_MOE_KERNEL says.
+std::string fp32_kernel() {
+  for (const sft::KernelInfo& info : sft::list_kernels()) {
+    if (info.available && info.weights == sft::DType::kFp32) return std::string(info.name);
+  }
+  return "auto";
 }
 
 // Differences of the loss need fp32 weights, and factors B that are not zero: else no gradient reaches A.
@@ -74,7 +85,7 @@ bool gradients_agree(const ModelShape& shape, const Text& text, std::uint64_t se
   for (Parameter* parameter : model.parameters()) {
     if (parameter->name.ends_with("lora_b")) fill_normal(parameter->value, 0.1F, random);
   }
-  model.use_kernel("auto", sft::DType::kFp32);
+  model.use_kernel(fp32_kernel(), sft::DType::kFp32);
   std::cout << "gradients against differences of the loss, kernel " << model.experts(0).kernel_name()
             << ", relative deviation:\n";
   const double worst = GradientCheck(model, text.training(24, random)).run();

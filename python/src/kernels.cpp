@@ -1,7 +1,5 @@
 #include "kernels.hpp"
 
-#include <cstring>
-
 namespace amx_sft_moe::python {
 
 namespace py = pybind11;

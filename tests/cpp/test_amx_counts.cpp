@@ -119,7 +119,7 @@ TEST_P(AmxCounts, GemmNt) {
     const std::array<std::span<const gemm::Term<bf16>>, 1> outputs{{terms}};
     Counted counted(out, m);
     counted.run([&](auto& thread) {
-      gemm::gemm_nt<Kernel>(thread, out, m, outputs, [&](const auto& blocks) { counted.take(blocks[0]); });
+      gemm::gemm_nt<Kernel>(thread, out, m, m, outputs, [&](const auto& blocks) { counted.take(blocks[0]); });
     });
     expect_economy(counted.counts, out, m, tiles(out) * tiles(m) * (steps(k) + steps(rank)));
     for (index_t i = 0; i < out; ++i) {

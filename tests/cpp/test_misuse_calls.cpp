@@ -122,6 +122,8 @@ std::vector<BadCall> bad_backwards() {
       {{"biases.gate.rows", "3", "9"}, [](Call& c) { c.grads.biases.gate = floats(9, 33, 33); }},
       {{"biases.up.cols", "33", "17"}, [](Call& c) { c.grads.biases.up = floats(3, 17, 17); }},
       {{"biases.down.cols", "17", "33"}, [](Call& c) { c.grads.biases.down = floats(3, 33, 33); }},
+      {{"biases.down.row_stride", "1", "0"}, [](Call& c) { c.grads.biases.down = floats(3, 17, 0); }},
+      {{"biases.up.col_stride", "1", "0"}, [](Call& c) { c.grads.biases.up = floats(3, 33, 33, 0); }},
       {{"scale", "finite", "nan"}, [](Call& c) { c.grads.scale = std::numeric_limits<float>::quiet_NaN(); }},
   };
 }

@@ -1,5 +1,4 @@
-// Every block size of the operator, in one place, with its derivation. They change speed, not bits; one exception:
-// how many tokens a last task of gemm_nt has, where a kernel takes few tokens by dot products.
+// Every block size of the operator, in one place, with its derivation. They change speed, never bits.
 #pragma once
 
 #include <unistd.h>

@@ -1,6 +1,7 @@
 // The three GEMM forms of the operator, each a task's work on one thread:
 //
 //   gemm_nt   C^T [N, M] = B A^T     forward: weights are the microkernel's A, read where they lie; x comes packed
+//                                    (few tokens: dot products, x unpacked)
 //   gemm_nn   C [M, N] = A B         data gradient: rows of B are interleaved into panels on their way, or, for
 //                                    few rows of A, used where they lie
 //   gemm_tn   C [M, N] = A^T B       weight gradient: contraction over tokens; A^T is the small, transposed factor
@@ -125,8 +126,9 @@ void gemm_nt_in_place(ThreadContext<Kernel>& thread, index_t out, index_t tokens
         const Term<E>& term = outputs[o][t];
         if (term.k == 0) continue;
         adjacent_rows<Kernel>(thread, term.a.from(row, 0), here, term.k).visit([&](const auto& w) {
-          Micro::dot_in_place(w, here, x[o][t], round_up(term.k, kGap) + kGap, tokens, term.k, blocks[o].c,
-                              arch::kPanelCols);
+          const index_t below = term.a.col_stride() == 1 ? out - row : here;  // rows that may be prefetched
+          Micro::dot_in_place(w, here, below, x[o][t], round_up(term.k, kGap) + kGap, tokens, term.k,
+                              blocks[o].c, arch::kPanelCols);
         });
       }
     }
@@ -135,13 +137,14 @@ void gemm_nt_in_place(ThreadContext<Kernel>& thread, index_t out, index_t tokens
 }
 
 // C^T [out, tokens] = sum over the terms of W [out, k] x x^T [k, tokens], for one or two sets of weights (gate
-// and up) over the same tokens.
+// and up) over the same tokens. all_tokens: of the expert, of which these are some. They decide about the order of
+// summation, and not how this machine's caches cut them into tasks: the same bits on every machine.
 template <class Kernel, std::size_t Outputs, class Epilogue>
-void gemm_nt(ThreadContext<Kernel>& thread, index_t out, index_t tokens,
+void gemm_nt(ThreadContext<Kernel>& thread, index_t out, index_t tokens, index_t all_tokens,
              const std::array<std::span<const Term<typename Kernel::Compute>>, Outputs>& outputs,
              Epilogue&& epilogue) {
   if constexpr (MultipliesInPlace<Kernel>) {
-    if (tokens <= Kernel::Microkernel::kInPlaceRows) {
+    if (all_tokens <= Kernel::Microkernel::kInPlaceRows) {
       return gemm_nt_in_place<Kernel>(thread, out, tokens, outputs, epilogue);
     }
   }

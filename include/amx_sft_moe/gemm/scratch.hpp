@@ -26,8 +26,8 @@ class Buffer {
 };
 
 struct Scratch {
-  Buffer a_rows;        // rows of A that could not be used where they lie, K adjacent, zeros behind
-  Buffer a_transposed;  // gemm_tn: A^T
+  Buffer a_rows;  // rows of A that could not be used where they lie, K adjacent, zeros behind; few tokens of x
+  Buffer a_transposed;  // gemm_tn: A^T; gemm_nt of few tokens: rows of a strided factor
   Buffer b_panels;
   Buffer c_blocks;  // fp32
   Buffer rows;      // a caller's own rows on their way to a GEMM

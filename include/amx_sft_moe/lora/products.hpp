@@ -16,25 +16,27 @@ struct ProjectionTarget {
   MatrixView<typename Kernel::Stored> rows;       // [tokens, r]
 };
 
-// u = scaling x A^T: x packed [k, tokens], A = lora_a [r, k]. gemm_nt
+// u = scaling x A^T: x packed [k, tokens], A = lora_a [r, k]. gemm_nt, see there for all_tokens
 template <class Kernel>
 void project(gemm::ThreadContext<Kernel>& thread, const AnyConstMatrix& lora_a, float scaling, index_t tokens,
-             const gemm::Panels<const typename Kernel::Compute>& x, const ProjectionTarget<Kernel>& to) {
+             index_t all_tokens, const gemm::Panels<const typename Kernel::Compute>& x,
+             const ProjectionTarget<Kernel>& to) {
   using E = typename Kernel::Compute;
   using Stored = typename Kernel::Stored;
   const index_t rank = lora_a.rows();
   const std::array<gemm::Term<E>, 1> terms{{{gemm::AnyRows(lora_a), lora_a.cols(), x}}};
   const std::array<std::span<const gemm::Term<E>>, 1> outputs{{terms}};
-  gemm::gemm_nt<Kernel>(thread, rank, tokens, outputs, [&](const std::array<gemm::Block, 1>& blocks) {
-    const gemm::Block& u = blocks[0];  // [r, tokens]
-    const index_t padded = u.row + u.rows == rank ? gemm::padded_k<Kernel>(rank) - u.row : u.rows;
-    const arch::RowSource<float> source{u.c, u.stride, 1, nullptr};
-    gemm::pack_steps<Kernel>(source, u.rows, padded, u.cols, scaling, to.panels.from_column(u.col), u.row);
-    if (to.rows.data == nullptr) return;
-    const arch::BlockTarget<Stored> rows{
-        to.rows.row(u.col) + u.row, 1, to.rows.row_stride, false, scaling, nullptr};
-    Kernel::Rows::store(u.c, u.stride, u.rows, u.cols, rows);
-  });
+  gemm::gemm_nt<Kernel>(
+      thread, rank, tokens, all_tokens, outputs, [&](const std::array<gemm::Block, 1>& blocks) {
+        const gemm::Block& u = blocks[0];  // [r, tokens]
+        const index_t padded = u.row + u.rows == rank ? gemm::padded_k<Kernel>(rank) - u.row : u.rows;
+        const arch::RowSource<float> source{u.c, u.stride, 1, nullptr};
+        gemm::pack_steps<Kernel>(source, u.rows, padded, u.cols, scaling, to.panels.from_column(u.col), u.row);
+        if (to.rows.data == nullptr) return;
+        const arch::BlockTarget<Stored> rows{
+            to.rows.row(u.col) + u.row, 1, to.rows.row_stride, false, scaling, nullptr};
+        Kernel::Rows::store(u.c, u.stride, u.rows, u.cols, rows);
+      });
 }
 
 // v = scaling grad B: grad [rows, out], B = lora_b [out, r] -> v [rows, r]. gemm_nn

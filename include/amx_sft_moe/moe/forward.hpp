@@ -44,7 +44,7 @@ void forward_gather(Step<Kernel>& step, const AnyConstMatrix& x) {
                          const MatrixView<typename Kernel::Stored>& saved) {
         if (adapter.rank() == 0) return;
         lora::project<Kernel>(
-            worker.gemm, adapter.a[expert.expert], adapter.scaling, task.rows, read_only(packed),
+            worker.gemm, adapter.a[expert.expert], adapter.scaling, task.rows, expert.rows, read_only(packed),
             {panels_of<Kernel>(buffer, adapter.rank(), expert, task.row), rows_of(saved, expert, task.row)});
       };
       project(step.lora.gate, u_gate, step.saved.u_gate);
@@ -135,12 +135,13 @@ void forward_gate_up(Step<Kernel>& step) {
                                             panels_of<Kernel>(u_up, lora.up.rank(), expert, task.row));
       const std::array<std::span<const gemm::Term<E>>, 2> outputs{{gate, up}};
       gemm::gemm_nt<Kernel>(
-          worker.gemm, task.cols, task.rows, outputs,
+          worker.gemm, task.cols, task.rows, expert.rows, outputs,
           [&](const std::array<gemm::Block, 2>& blocks) { finish_gate_up_block(step, task, blocks, h); });
     });
     if (!unfinished[task.group].finish() || lora.down.rank() == 0) return;
     worker.time(Phase::kLoraADownForward, [&] {
-      lora::project<Kernel>(worker.gemm, lora.down.a[e], lora.down.scaling, task.rows, read_only(h),
+      lora::project<Kernel>(worker.gemm, lora.down.a[e], lora.down.scaling, task.rows, expert.rows,
+                            read_only(h),
                             {panels_of<Kernel>(u_down, lora.down.rank(), expert, task.row),
                              rows_of(step.saved.u_down, expert, task.row)});
     });
@@ -172,7 +173,8 @@ void forward_down(Step<Kernel>& step) {
       const float* weights = work.routing.weight_of_row() + expert.row_begin + task.row;
       const MatrixView<float> rows = rows_of(out, expert, task.row);
       gemm::gemm_nt<Kernel>(
-          worker.gemm, task.cols, task.rows, outputs, [&](const std::array<gemm::Block, 1>& blocks) {
+          worker.gemm, task.cols, task.rows, expert.rows, outputs,
+          [&](const std::array<gemm::Block, 1>& blocks) {
             const gemm::Block& d = blocks[0];  // [rows of Wd, tokens]
             add_bias(d, step.weights.biases.down, e, task.col + d.row);
             const arch::BlockTarget<float> to{

@@ -42,7 +42,7 @@ struct Workspace {
   gemm::Buffer grad_up;          // [S, I] Stored
   gemm::Buffer v_gate;           // [S, r_gate] Stored: s grad_gate Bg
   gemm::Buffer v_up;             // [S, r_up] Stored
-  gemm::Buffer row_weight_grad;  // [S] fp32: <grad_h, h>
+  gemm::Buffer row_weight_grad;  // [S] fp32: <p, bias>, then <grad_h, h> + <p, bias>
 
   moe::RoutingTable routing;
   std::vector<moe::Task> tasks;

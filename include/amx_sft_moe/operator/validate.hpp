@@ -156,6 +156,9 @@ inline void bias_gradient(std::string_view name, const AnyMatrix& grad, const An
   if (bias.empty()) throw ArgumentError(concat(name, ": expected none (no such bias), got a tensor"));
   require_equal({name, ".rows"}, bias.rows(), grad.rows());
   require_equal({name, ".cols"}, bias.cols(), grad.cols());
+  // Experts are written at the same time.
+  if (grad.rows() > 1 && grad.row_stride() == 0) require_at_least({name, ".row_stride"}, 1, 0);
+  if (grad.cols() > 1 && grad.col_stride() == 0) require_at_least({name, ".col_stride"}, 1, 0);
 }
 
 inline void gradients(const Gradients& grads, index_t tokens, const Config& config, const LoraWeights& lora,

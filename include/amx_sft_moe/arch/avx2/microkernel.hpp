@@ -65,16 +65,17 @@ struct Avx2Microkernel : RegisterTiles<Avx2Microkernel, float, 6, kPanelCols, 48
     in_place_of<S>(rows)(a, a_stride, b, k, cols, c, c_stride);
   }
 
-  // C [rows, tokens] += W [rows, k] x x^T with W as it lies, its columns adjacent, and x [tokens, k].
+  // C [rows, tokens] += W [rows, k] x x^T with W as it lies, its columns adjacent, and x [tokens, k]. W's rows up
+  // to `below` may be prefetched.
   template <class S>
-  static void dot_in_place(const RowSource<S>& w, index_t rows, const float* x, index_t x_stride,
+  static void dot_in_place(const RowSource<S>& w, index_t rows, index_t below, const float* x, index_t x_stride,
                            index_t tokens, index_t k, float* c, index_t c_stride) {
     for (index_t i = 0; i < rows; i += kDotRows) {
       for (index_t t = 0; t < tokens; t += kDotTokens) {
         // Each pass over these rows asks for its share of the next ones: memory does not wait for arithmetic.
         const index_t from = t > 0 ? k / 2 : 0;
         const index_t shift = tokens > kDotTokens ? 1 : 0;
-        dot_of<S>(rows - i, tokens - t)(w, i, rows - 1, from, shift, x + t * x_stride, x_stride, k,
+        dot_of<S>(rows - i, tokens - t)(w, i, below - 1, from, shift, x + t * x_stride, x_stride, k,
                                         c + i * c_stride + t, c_stride);
       }
     }
@@ -129,8 +130,10 @@ struct Avx2Microkernel : RegisterTiles<Avx2Microkernel, float, 6, kPanelCols, 48
       }
     }
     for (; kk < k; kk += 8) {
-      for (int r = 0; r < Rows; ++r) {
+      AMX_SFT_MOE_UNROLL  // accumulators that a loop indexes would lie in memory
+          for (int r = 0; r < Rows; ++r) {
         const __m256 line = avx2::load8(row[r] + kk, k - kk);
+        AMX_SFT_MOE_UNROLL
         for (int t = 0; t < Tokens; ++t) {
           sum[r][t] = _mm256_fmadd_ps(line, avx2::load8(x + t * x_stride + kk, k - kk), sum[r][t]);
         }

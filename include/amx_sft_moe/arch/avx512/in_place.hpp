@@ -109,8 +109,10 @@ AMX_SFT_MOE_TARGET_AVX512 void dot(const S* const* row, const S* const* ahead, c
   }
   for (; kk < k; kk += 16) {
     const __mmask16 lanes = mask16(k - kk);
-    for (int r = 0; r < Rows; ++r) {
+    AMX_SFT_MOE_UNROLL  // accumulators that a loop indexes would lie in memory
+        for (int r = 0; r < Rows; ++r) {
       const __m512 line = load16(row[r] + kk, lanes);
+      AMX_SFT_MOE_UNROLL
       for (int t = 0; t < Tokens; ++t) {
         sum[r][t] = _mm512_fmadd_ps(line, load16(x + t * x_stride + kk, lanes), sum[r][t]);
       }

@@ -64,9 +64,10 @@ struct Avx512Microkernel : RegisterTiles<Avx512Microkernel, float, 12, 2 * kPane
     in_place_of<S>(rows)(a, a_stride, b, k, cols, c, c_stride);
   }
 
-  // C [rows, tokens] += W [rows, k] x x^T with W as it lies, its columns adjacent, and x [tokens, k].
+  // C [rows, tokens] += W [rows, k] x x^T with W as it lies, its columns adjacent, and x [tokens, k]. W's rows up to
+  // `below` may be prefetched.
   template <class S>
-  static void dot_in_place(const RowSource<S>& w, index_t rows, const float* x, index_t x_stride,
+  static void dot_in_place(const RowSource<S>& w, index_t rows, index_t below, const float* x, index_t x_stride,
                            index_t tokens, index_t k, float* c, index_t c_stride) {
     for (index_t i = 0; i < rows; i += kDotRows) {
       for (index_t t = 0; t < tokens; t += kDotTokens) {
@@ -75,7 +76,7 @@ struct Avx512Microkernel : RegisterTiles<Avx512Microkernel, float, 12, 2 * kPane
         const S* ahead[std::size_t{kDotRows}];
         for (index_t r = 0; r < kDotRows; ++r) {
           row[r] = w.row(std::min(i + r, rows - 1));
-          ahead[r] = w.row(std::min(i + r + next, rows - 1));
+          ahead[r] = w.row(std::min(i + r + next, below - 1));
         }
         dot_of<S>(rows - i, tokens - t)(row, ahead, x + t * x_stride, x_stride, k, c + i * c_stride + t,
                                         c_stride);

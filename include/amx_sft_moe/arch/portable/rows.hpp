@@ -1,5 +1,5 @@
 // Row operations in plain C++: packing, staging, storing, summing. The reference for every other instruction
-// set's, and what a CPU without AVX512 runs. Loops over a panel's 16 columns have constant bounds, so compilers
+// set's, and what a CPU without AVX2 runs. Loops over a panel's 16 columns have constant bounds, so compilers
 // vectorise them at -O2.
 #pragma once
 
