@@ -61,8 +61,8 @@ __attribute__((target("avx512f"))) inline void fma512_loop(index_t rounds) {
   clear_upper_halves();
 }
 
-// As many as the 16 registers of VEX and SSE encodings allow. They are set to zero: denormal numbers left in them
-// would be slow.
+// As many as the 16 registers of VEX and SSE encodings allow. They are set to zero: denormal numbers left in
+// them would be slow.
 __attribute__((target("avx2,fma"))) inline void fma256_loop(index_t rounds) {
   __asm__ volatile("vzeroall" ::
                        : "xmm0", "xmm1", "xmm2", "xmm3", "xmm4", "xmm5", "xmm6", "xmm7", "xmm8", "xmm9",
@@ -116,8 +116,8 @@ inline void tdpbf16_loop(index_t rounds) {
   amx::release();
 }
 
-// Sums of 16 lanes in four chains: at any -O level the loads, not the additions, are the limit. Four streams side
-// by side, as the kernels read several rows: one alone does not fill the memory system of every CPU.
+// Sums of 16 lanes in four chains: at any -O level the loads, not the additions, are the limit. Four streams
+// side by side, as the kernels read several rows: one alone does not fill the memory system of every CPU.
 inline float read_all(const float* data, index_t count) {
   using Vector = float __attribute__((vector_size(64)));
   Vector sum[4] = {};

@@ -149,8 +149,9 @@ void drop(amx_sft_moe::Gradients& grads, std::size_t which) {
   }
 }
 
-// Any subset may be wanted, and what is left out changes nothing else. All 2048 subsets of the eleven gradients;
-// where each costs emulated instructions, those with at most one gradient wanted or at most one left out.
+// Any subset may be wanted, and what is left out changes nothing else. All 2048 subsets of the eleven
+// gradients; where each costs emulated instructions, those with at most one gradient wanted or at most one left
+// out.
 TYPED_TEST(OperatorGradients, AnySubsetOfThem) {
   const Case c = with_biases({"subset", 5, 2, 2, 18, 7, {3, 2, 1}});
   const Problem problem = integer_problem(c, kPlain, kWeightDType<TypeParam>);

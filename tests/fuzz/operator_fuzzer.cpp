@@ -1,10 +1,11 @@
-// libFuzzer target of the public C++ API: random configurations, views and sizes, calls in any order, legal ones and
-// refused ones. Results are compared with the float64 reference, refusals with the contract (an exception, nothing
-// changed).
+// libFuzzer target of the public C++ API: random configurations, views and sizes, calls in any order, legal
+// ones and refused ones. Results are compared with the float64 reference, refusals with the contract (an
+// exception, nothing changed).
 //
 //     operator_fuzzer [libFuzzer's options] [corpus folder]
 //
-// With AMX_SFT_MOE_FUZZ_CALLS=n the process ends well after n calls of the operator. `make fuzz` runs a million.
+// With AMX_SFT_MOE_FUZZ_CALLS=n the process ends well after n calls of the operator. `make fuzz` runs a
+// million.
 #include <cstdio>
 #include <cstdlib>
 #include <deque>

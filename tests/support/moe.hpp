@@ -58,7 +58,8 @@ using Avx512Fp32 = amx_sft_moe::kernels::Avx512<float>;
 using AmxBf16 = amx_sft_moe::kernels::AmxBf16;
 
 #ifdef SFT_TEST_HAS_ONEDNN
-// Of the seven kernels named onednn four: every way of packing and row operation, each with one type of weights.
+// Of the seven kernels named onednn four: every way of packing and row operation, each with one type of
+// weights.
 using OneDnnBf16 = amx_sft_moe::kernels::OneDnnBf16;
 using OneDnnFp32 = amx_sft_moe::kernels::OneDnn<float, amx_sft_moe::kernels::OneDnnWithAvx512>;
 using OneDnnWidenedBf16 = amx_sft_moe::kernels::OneDnn<amx_sft_moe::bf16, amx_sft_moe::kernels::OneDnnWithAvx2>;

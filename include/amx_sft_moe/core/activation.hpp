@@ -30,7 +30,8 @@ struct GeluTanhGlu {};
 
 using Activation = std::variant<SiluGlu, ClampedGlu, GeluGlu, GeluTanhGlu>;
 
-// (1 + tanh(z)) / 2 = sigmoid(2 z): the tanh form of gelu is g sigmoid(kGeluTanhSlope (g + kGeluTanhCubic g^3)).
+// (1 + tanh(z)) / 2 = sigmoid(2 z): the tanh form of gelu is g sigmoid(kGeluTanhSlope (g + kGeluTanhCubic
+// g^3)).
 inline constexpr float kGeluTanhSlope = 1.5957691216F;  // 2 sqrt(2 / pi)
 inline constexpr float kGeluTanhCubic = 0.044715F;
 

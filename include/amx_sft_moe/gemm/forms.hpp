@@ -1,10 +1,10 @@
 // The three GEMM forms of the operator, each a task's work on one thread:
 //
-//   gemm_nt   C^T [N, M] = B A^T     forward: weights are the microkernel's A, read where they lie; x comes packed
-//                                    (few tokens: dot products, x unpacked)
-//   gemm_nn   C [M, N] = A B         data gradient: rows of B are interleaved into panels on their way, or, for
-//                                    few rows of A, used where they lie
-//   gemm_tn   C [M, N] = A^T B       weight gradient: contraction over tokens; A^T is the small, transposed factor
+//   gemm_nt   C^T [N, M] = B A^T    forward: weights are the microkernel's A, read where they lie; x comes packed
+//                                   (few tokens: dot products, x unpacked)
+//   gemm_nn   C [M, N] = A B        data gradient: rows of B are interleaved into panels on their way
+//                                   (few rows: read where they lie)
+//   gemm_tn   C [M, N] = A^T B      weight gradient: contraction over tokens; A^T is the small, transposed one
 //
 // Sums of products (LoRA beside base, gate beside up) are several terms of one call and round once.
 #pragma once
@@ -74,8 +74,8 @@ void pack_steps(const arch::RowSource<S>& src, index_t k, index_t k_padded, inde
 template <class Kernel>
 concept MultipliesInPlace = requires { Kernel::Microkernel::kInPlaceRows; };
 
-// `rows` themselves where their elements are adjacent, else a copy that is: a factor's layout must not decide about
-// the order of summation.
+// `rows` themselves where their elements are adjacent, else a copy that is: a factor's layout must not decide
+// about the order of summation.
 template <class Kernel>
 AnyRows adjacent_rows(ThreadContext<Kernel>& thread, const AnyRows& rows, index_t count, index_t k) {
   using E = typename Kernel::Compute;
@@ -85,8 +85,8 @@ AnyRows adjacent_rows(ThreadContext<Kernel>& thread, const AnyRows& rows, index_
   return AnyRows(arch::RowSource<E>{staged, k, 1, nullptr});
 }
 
-// gemm_nt for few tokens: dot products along K, the weights read where they lie. Staging them would cost as much
-// as the products. x is taken out of its panels once per call.
+// gemm_nt for few tokens: dot products along K, the weights read where they lie. Staging them would cost as
+// much as the products. x is taken out of its panels once per call.
 template <class Kernel, std::size_t Outputs, class Epilogue>
 void gemm_nt_in_place(ThreadContext<Kernel>& thread, index_t out, index_t tokens,
                       const std::array<std::span<const Term<typename Kernel::Compute>>, Outputs>& outputs,
@@ -137,8 +137,8 @@ void gemm_nt_in_place(ThreadContext<Kernel>& thread, index_t out, index_t tokens
 }
 
 // C^T [out, tokens] = sum over the terms of W [out, k] x x^T [k, tokens], for one or two sets of weights (gate
-// and up) over the same tokens. all_tokens: of the expert, of which these are some. They decide about the order of
-// summation, and not how this machine's caches cut them into tasks: the same bits on every machine.
+// and up) over the same tokens. all_tokens: of the expert, of which these are some. They decide about the order
+// of summation, and not how this machine's caches cut them into tasks: the same bits on every machine.
 template <class Kernel, std::size_t Outputs, class Epilogue>
 void gemm_nt(ThreadContext<Kernel>& thread, index_t out, index_t tokens, index_t all_tokens,
              const std::array<std::span<const Term<typename Kernel::Compute>>, Outputs>& outputs,

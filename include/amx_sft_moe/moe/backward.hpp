@@ -3,7 +3,8 @@
 //
 //   scatter       p = grad_y of each row's token;  <p, bias>;  v_d = s p Bd
 //   down          grad_h = p Wd + v_d Ad,        beside  grad_Ad = (w v_d)^T h, grad_Bd = (w p)^T u_d
-//   activation    grad_g, grad_u = act'(g, u) w grad_h;  <grad_h, h> + <p, bias>;  v_g = s grad_g Bg, v_u = s grad_u Bu
+//   activation    grad_g, grad_u = act'(g, u) w grad_h;  <grad_h, h> + <p, bias>;
+//                 v_g = s grad_g Bg, v_u = s grad_u Bu
 //   gate_up       grad_x rows = grad_g Wg + grad_u Wu + v_g Ag + v_u Au,
 //                                                beside  grad_A = v^T x, grad_B = grad^T u for gate and up
 //   sum_tokens    grad_x and the gradient of the routing weights

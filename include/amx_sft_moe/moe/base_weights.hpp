@@ -5,8 +5,8 @@
 
 AMX_SFT_MOE_NAMESPACE_BEGIN
 
-// Biases of the projections, [E, out] in fp32 or bf16 with any strides (gpt-oss's interleaved gate_up bias is two
-// views with a column stride of 2). Leave empty what a model does not have.
+// Biases of the projections, [E, out] in fp32 or bf16 with any strides (gpt-oss's interleaved gate_up bias is
+// two views with a column stride of 2). Leave empty what a model does not have.
 struct ExpertBiases {
   AnyConstMatrix gate;  // [E, I]
   AnyConstMatrix up;    // [E, I]

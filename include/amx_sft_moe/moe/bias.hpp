@@ -1,5 +1,5 @@
-// Biases of the experts' projections: added to a block of C while it is in L1, and their gradients, a row of the
-// same GEMM that makes LoRA's.
+// Biases of the experts' projections: added to a block of C while it is in L1, and their gradients, a row of
+// the same GEMM that makes LoRA's.
 #pragma once
 
 #include "amx_sft_moe/gemm/forms.hpp"
@@ -42,8 +42,8 @@ float dot_with_bias(const T* row, const AnyConstMatrix& bias, index_t expert) {
   return sum;
 }
 
-// Elements [first, first + grad.cols) of grad_b[expert] = sum over the expert's rows of weight x grad. gemm_tn with a
-// column of ones (or the weights; null: ones) as its factor.
+// Elements [first, first + grad.cols) of grad_b[expert] = sum over the expert's rows of weight x grad. gemm_tn
+// with a column of ones (or the weights; null: ones) as its factor.
 template <class Kernel>
 void bias_gradient(gemm::ThreadContext<Kernel>& thread, const float* weights,
                    const gemm::TokenPanels<Kernel>& grad, index_t expert, index_t first,

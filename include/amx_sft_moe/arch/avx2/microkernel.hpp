@@ -65,8 +65,8 @@ struct Avx2Microkernel : RegisterTiles<Avx2Microkernel, float, 6, kPanelCols, 48
     in_place_of<S>(rows)(a, a_stride, b, k, cols, c, c_stride);
   }
 
-  // C [rows, tokens] += W [rows, k] x x^T with W as it lies, its columns adjacent, and x [tokens, k]. W's rows up
-  // to `below` may be prefetched.
+  // C [rows, tokens] += W [rows, k] x x^T with W as it lies, its columns adjacent, and x [tokens, k]. W's rows
+  // up to `below` may be prefetched.
   template <class S>
   static void dot_in_place(const RowSource<S>& w, index_t rows, index_t below, const float* x, index_t x_stride,
                            index_t tokens, index_t k, float* c, index_t c_stride) {

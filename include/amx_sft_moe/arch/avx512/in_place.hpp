@@ -1,5 +1,5 @@
-// Products for few tokens that read the weights where they lie: packing or staging them would cost as much as the
-// products.
+// Products for few tokens that read the weights where they lie: packing or staging them would cost as much as
+// the products.
 #pragma once
 
 #include "amx_sft_moe/arch/avx512/vector.hpp"

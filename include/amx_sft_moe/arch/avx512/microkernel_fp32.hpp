@@ -53,8 +53,8 @@ struct Avx512Microkernel : RegisterTiles<Avx512Microkernel, float, 12, 2 * kPane
     }
   }
 
-  // Rows of A in gemm_nn, tokens in gemm_nt, up to which weights are read in place. gemm_nn of 16 rows reads 0.70 of
-  // the bandwidth instead of 0.44 by packed panels, of 8 all of it.
+  // Rows of A in gemm_nn, tokens in gemm_nt, up to which weights are read in place. gemm_nn of 16 rows reads
+  // 0.70 of the bandwidth instead of 0.44 by packed panels, of 8 all of it.
   static constexpr int kInPlaceRows = 16;
 
   // C [rows, cols] += A [rows, k] x B [k, cols], see avx512::multiply_in_place.
@@ -64,8 +64,8 @@ struct Avx512Microkernel : RegisterTiles<Avx512Microkernel, float, 12, 2 * kPane
     in_place_of<S>(rows)(a, a_stride, b, k, cols, c, c_stride);
   }
 
-  // C [rows, tokens] += W [rows, k] x x^T with W as it lies, its columns adjacent, and x [tokens, k]. W's rows up to
-  // `below` may be prefetched.
+  // C [rows, tokens] += W [rows, k] x x^T with W as it lies, its columns adjacent, and x [tokens, k]. W's rows
+  // up to `below` may be prefetched.
   template <class S>
   static void dot_in_place(const RowSource<S>& w, index_t rows, index_t below, const float* x, index_t x_stride,
                            index_t tokens, index_t k, float* c, index_t c_stride) {
