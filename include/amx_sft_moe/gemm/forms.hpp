@@ -1,6 +1,6 @@
 // The three GEMM forms of the operator, each a task's work on one thread:
 //
-//   gemm_nt   C^T [N, M] = B A^T    forward: weights are the microkernel's A, read where they lie; x comes packed
+//   gemm_nt   C^T [N, M] = B A^T    forward: weights are the microkernel's A, read where they lie; x is packed
 //                                   (few tokens: dot products, x unpacked)
 //   gemm_nn   C [M, N] = A B        data gradient: rows of B are interleaved into panels on their way
 //                                   (few rows: read where they lie)
