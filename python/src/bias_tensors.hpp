@@ -1,5 +1,5 @@
-// Biases of the projections and their gradients between Python and the library. Like LoRA factors they are looked
-// at anew in each call, so a moved or trained bias needs no further call.
+// Biases of the projections and their gradients between Python and the library. Like LoRA factors they are
+// looked at anew in each call, so a moved or trained bias needs no further call.
 #pragma once
 
 #include <array>

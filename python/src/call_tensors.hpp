@@ -1,5 +1,5 @@
-// What the calls of an operator have in common: inputs, parameters, saved activations and gradients of one call,
-// read from Python objects and as the library's views.
+// What the calls of an operator have in common: inputs, parameters, saved activations and gradients of one
+// call, read from Python objects and as the library's views.
 #pragma once
 
 #include <functional>

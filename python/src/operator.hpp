@@ -52,8 +52,8 @@ class Operator {
   py::dict backward(py::handle grad_y, bool accumulate, float scale, const py::dict& out, const py::set& skip,
                     bool bias_gradients);
 
-  // With activations that the caller owns, and parameters that live for this call. Returns (y, saved); `saved` is
-  // one flat tensor, or None where nothing is to be saved.
+  // With activations that the caller owns, and parameters that live for this call. Returns (y, saved); `saved`
+  // is one flat tensor, or None where nothing is to be saved.
   py::tuple forward_saved(py::handle x, py::handle expert_ids, py::handle routing_weights,
                           const LoraObjects& lora, const BiasObjects& biases, bool save);
   // `needs` says which gradients are wanted; returns them in that order, None where not wanted. grad_x has the

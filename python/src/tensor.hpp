@@ -65,8 +65,8 @@ AnyConstMatrix input_matrix(const Tensor& tensor, std::string_view argument, ind
 // The same, writable: rows must not overlap.
 AnyMatrix output_matrix(const Tensor& tensor, std::string_view argument, index_t rows, index_t cols);
 
-// [rows, cols] bf16 or fp32 of any strides. `col_begin` skips columns of each row, for fused tensors of which one
-// view takes a half.
+// [rows, cols] bf16 or fp32 of any strides. `col_begin` skips columns of each row, for fused tensors of which
+// one view takes a half.
 AnyConstMatrix input_columns(const Tensor& tensor, index_t col_begin, index_t cols);
 AnyMatrix output_columns(const Tensor& tensor, std::string_view argument, index_t col_begin, index_t cols);
 

@@ -1,6 +1,8 @@
-"""Runs a test that asks for a kernel once per kernel of this machine."""
+"""Runs a test that asks for a kernel once per kernel of this machine; fixtures that several files use."""
 
 from __future__ import annotations
+
+from typing import Any
 
 import pytest
 
@@ -12,3 +14,19 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     for fixture, weights in (("bf16_kernel", "bfloat16"), ("fp32_kernel", "float32")):
         if fixture in metafunc.fixturenames:
             metafunc.parametrize(fixture, kernels(weights))
+
+
+@pytest.fixture
+def calls(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """The x of every call that the transformers hook handed to the operator."""
+    from amx_sft_moe.integrations import experts_hook
+
+    seen: list[Any] = []
+    original = experts_hook.sft_moe
+
+    def counted(experts: Any, x: Any, *rest: Any) -> Any:
+        seen.append(x)
+        return original(experts, x, *rest)
+
+    monkeypatch.setattr(experts_hook, "sft_moe", counted)
+    return seen

@@ -5,12 +5,13 @@ eager bf16 autograd. Errors are pooled over seeds, so that chance does not decid
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
 import pytest
 import torch
 
 from cases import Sizes
-from reference import gradients, make_layer, run
+from reference import gelu_glu, gelu_tanh_glu, gradients, make_layer, run, silu_glu
 
 SEEDS = 8
 SHAPES = [
@@ -28,19 +29,25 @@ SMALL = [
 ]
 
 
-def compare(kernel: str, sizes: Sizes) -> None:
+def compare(
+    kernel: str,
+    sizes: Sizes,
+    activation: tuple[str, Callable[..., torch.Tensor]] = ("silu", silu_glu),
+    biases: bool = False,
+) -> None:
     errors: dict[str, list[float]] = {}
-    op = sizes.operator(kernel=kernel)
+    formula = activation[1]
+    op = sizes.operator(kernel=kernel, activation=activation[0])
     for seed in range(SEEDS):
-        layer = make_layer(sizes, seed)
-        exact = gradients(layer.to(torch.float64))
-        eager = gradients(layer)
+        layer = make_layer(sizes, seed, biases=biases)
+        exact = gradients(layer.to(torch.float64), activation=formula)
+        eager = gradients(layer, activation=formula)
         ours = run(op, layer)
         for name, value in exact.items():
             sums = errors.setdefault(name, [0.0, 0.0, 0.0])
             for i, tensor in enumerate((ours[name].double() - value, eager[name].double() - value, value)):
                 sums[i] += tensor.square().sum().item()
-    assert len(errors) == 3 + 2 * sum(rank > 0 for rank in sizes.ranks)
+    assert len(errors) == 3 + 2 * sum(rank > 0 for rank in sizes.ranks) + 3 * biases
     text = [
         f"{name}: {math.sqrt(ours / norm):.2e} ours, {math.sqrt(eager / norm):.2e} eager"
         for name, (ours, eager, norm) in errors.items()
@@ -58,3 +65,12 @@ def test_no_tensor_is_less_accurate_than_eager_bf16(bf16_kernel: str, sizes: Siz
 @pytest.mark.parametrize("sizes", SMALL, ids=str)
 def test_no_tensor_is_less_accurate_on_small_shapes(bf16_kernel: str, sizes: Sizes) -> None:
     compare(bf16_kernel, sizes)
+
+
+@pytest.mark.emulated
+@pytest.mark.parametrize("activation", [("gelu", gelu_glu), ("gelu_tanh", gelu_tanh_glu)], ids=lambda a: a[0])
+def test_no_tensor_is_less_accurate_with_gelu_and_biases(
+    bf16_kernel: str, activation: tuple[str, Callable[..., torch.Tensor]]
+) -> None:
+    for sizes in SMALL:
+        compare(bf16_kernel, sizes, activation, biases=True)

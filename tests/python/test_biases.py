@@ -6,7 +6,6 @@ import gc
 import weakref
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -310,21 +309,6 @@ def test_read_anew_kept_alive_and_removed() -> None:
     gc.collect()
     assert alive() is None
     assert torch.equal(op.forward_sft(*inputs(layer), False), without)
-
-
-def test_numpy() -> None:
-    layer = make_layer(SIZES, dtype=torch.float32, biases=True)
-    expected = run(SIZES.operator(), layer)
-    op = SIZES.operator()
-    weights = [weight.numpy() for weight in (layer.gate_proj, layer.up_proj, layer.down_proj)]
-    op.set_base(*weights, **{name: bias.numpy() for name, bias in layer.biases.items()})
-    op.set_lora(**{name: factor.numpy() for name, factor in layer.factors.items()})
-    y = op.forward_sft(*[tensor.numpy() for tensor in inputs(layer)])
-    found = {"y": y} | op.backward(layer.grad_y.numpy(), bias_gradients=True).as_dict()
-    assert found.keys() == expected.keys()
-    for name, array in found.items():
-        assert isinstance(array, np.ndarray)
-        assert np.array_equal(array, expected[name].numpy()), name
 
 
 WIDE = torch.zeros(4, 48)

@@ -6,6 +6,7 @@ from __future__ import annotations
 import subprocess
 import sys
 import textwrap
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -27,17 +28,28 @@ def as_numpy(tensor: torch.Tensor) -> np.ndarray:
     return tensor.numpy()
 
 
+def mapped(layer: Layer, function: Callable[[torch.Tensor], Any]) -> Layer:
+    """The layer with ``function`` of each of its tensors."""
+    return Layer(
+        **{
+            name: {key: function(tensor) for key, tensor in value.items()}
+            if isinstance(value, dict)
+            else function(value)
+            for name, value in vars(layer).items()
+        }
+    )
+
+
 def numpy_layer(layer: Layer) -> Layer:
-    tensors = {name: value for name, value in vars(layer).items() if name != "factors"}
-    factors = {name: as_numpy(factor) for name, factor in layer.factors.items()}
-    return Layer(**{name: as_numpy(value) for name, value in tensors.items()}, factors=factors)
+    return mapped(layer, as_numpy)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_same_bits_as_torch(dtype: torch.dtype) -> None:
-    layer = make_layer(SIZES, dtype=dtype)
+    layer = make_layer(SIZES, dtype=dtype, biases=True)
     expected = run(SIZES.operator(), layer)
     found = run(SIZES.operator(), numpy_layer(layer))
+    assert found.keys() == expected.keys()
     wanted = ml_dtypes.bfloat16 if dtype == torch.bfloat16 else np.float32
     for name, array in found.items():
         assert type(array) is np.ndarray, name
@@ -113,18 +125,9 @@ class Producer:
 
 @pytest.mark.parametrize("versioned", [False, True])
 def test_dlpack_producers(versioned: bool) -> None:
-    layer = make_layer(SIZES)
+    layer = make_layer(SIZES, biases=True)
     expected = run(SIZES.operator(), layer)
-    wrapped = Layer(
-        **{
-            name: Producer(value, versioned)
-            for name, value in vars(layer).items()
-            if name not in ("factors", "x")
-        },
-        x=Producer(layer.x, versioned),
-        factors={name: Producer(factor, versioned) for name, factor in layer.factors.items()},
-    )
-    found = run(SIZES.operator(), wrapped)
+    found = run(SIZES.operator(), mapped(layer, lambda tensor: Producer(tensor, versioned)))
     assert all(np.array_equal(found[name], as_numpy(expected[name])) for name in expected)
 
 

@@ -26,20 +26,6 @@ OURS = "amx_sft_moe"
 
 
 @pytest.fixture
-def calls(monkeypatch: pytest.MonkeyPatch) -> list[torch.Tensor]:
-    """The x of every call that reached the operator."""
-    seen: list[torch.Tensor] = []
-    original = experts_hook.sft_moe
-
-    def counted(experts: Any, x: torch.Tensor, *rest: Any) -> torch.Tensor:
-        seen.append(x)
-        return original(experts, x, *rest)
-
-    monkeypatch.setattr(experts_hook, "sft_moe", counted)
-    return seen
-
-
-@pytest.fixture
 def warnings_of_hook(caplog: pytest.LogCaptureFixture) -> pytest.LogCaptureFixture:
     for hook in experts_hook._hooks.values():
         hook._warned.clear()

@@ -11,24 +11,10 @@ from transformers import Gemma4ForCausalLM, Gemma4TextConfig, PreTrainedModel
 from transformers.activations import ACT2FN
 
 from amx_sft_moe.integrations import experts_hook
-from models import base_model, batch, loss_and_gradients
+from models import EXPERTS, add_lora, base_model, batch, loss_and_gradients
 from reference import assert_close
 
 OURS = "amx_sft_moe"
-
-
-@pytest.fixture
-def calls(monkeypatch: pytest.MonkeyPatch) -> list[torch.Tensor]:
-    """The x of every call that reached the operator."""
-    seen: list[torch.Tensor] = []
-    original = experts_hook.sft_moe
-
-    def counted(experts: Any, x: torch.Tensor, *rest: Any) -> torch.Tensor:
-        seen.append(x)
-        return original(experts, x, *rest)
-
-    monkeypatch.setattr(experts_hook, "sft_moe", counted)
-    return seen
 
 
 def freeze_weights(model: nn.Module) -> nn.Module:
@@ -136,6 +122,28 @@ def test_biases(trained: bool, calls: list[torch.Tensor]) -> None:
     assert len(calls) == 3
     assert sum(name.endswith("_proj_bias") for name in found[1]) == (6 if trained else 0)
     assert_close(found[1], found[0], 1e-5)
+
+
+def test_biases_beside_lora(calls: list[torch.Tensor]) -> None:
+    found = []
+    for implementation in ("grouped_mm", OURS):
+        model = add_lora(add_biases(base_model(implementation), torch.float32))
+        loss, grads = loss_and_gradients(model)
+        assert any("experts" in name and "lora_A" in name for name in grads)
+        found.append({"loss": loss} | grads)
+    assert len(calls) == 3
+    assert_close(found[1], found[0], 1e-5)
+
+
+def test_an_adapted_bias_is_not_read_as_stored(calls: list[torch.Tensor]) -> None:
+    found = []
+    for implementation in ("grouped_mm", OURS):
+        model = add_biases(base_model(implementation), torch.float32)
+        model = add_lora(model, target_parameters=[*EXPERTS, "mlp.experts.down_proj_bias"])
+        loss, grads = loss_and_gradients(model)
+        found.append({"loss": loss} | grads)
+    assert not calls, "these experts run through the default implementation"
+    assert_close(found[1], found[0], 1e-6)
 
 
 def test_biases_may_be_replaced(calls: list[torch.Tensor]) -> None:

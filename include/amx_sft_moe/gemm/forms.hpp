@@ -1,11 +1,14 @@
 // The three GEMM forms of the operator, each a task's work on one thread:
 //
 //   gemm_nt   C^T [N, M] = B A^T     forward: weights are the microkernel's A, read where they lie; x comes packed
-//   gemm_nn   C [M, N] = A B         data gradient: rows of B are interleaved into panels on their way
+//   gemm_nn   C [M, N] = A B         data gradient: rows of B are interleaved into panels on their way, or, for
+//                                    few rows of A, used where they lie
 //   gemm_tn   C [M, N] = A^T B       weight gradient: contraction over tokens; A^T is the small, transposed factor
 //
 // Sums of products (LoRA beside base, gate beside up) are several terms of one call and round once.
 #pragma once
+
+#include <algorithm>
 
 #include "amx_sft_moe/gemm/blocks.hpp"
 
@@ -68,11 +71,50 @@ struct NnTerm {
   index_t k = 0;
 };
 
+// A microkernel may offer, beside block(), a product for few rows that reads B where it lies.
+template <class Kernel>
+concept MultipliesInPlace = requires { Kernel::Microkernel::kInPlaceRows; };
+
+// gemm_nn for few rows: packing B would cost as much as the products, and memory would wait meanwhile. Every
+// element of C is the same chain of products along K as in a register tile: the same bits.
+template <class Kernel, std::size_t Terms, class Epilogue>
+void gemm_nn_in_place(ThreadContext<Kernel>& thread, index_t rows, index_t cols,
+                      const std::array<NnTerm, Terms>& terms, Epilogue&& epilogue) {
+  using E = typename Kernel::Compute;
+  const index_t stride = round_up(cols, arch::kPanelCols);
+  float* c = thread.scratch.c_blocks.template as<float>(rows * stride);
+  std::fill_n(c, rows * stride, 0.0F);
+  for (const NnTerm& term : terms) {
+    if (term.k == 0) continue;
+    const E* a = term.a.template direct<E>();
+    index_t a_stride = term.a.row_stride();
+    if (a == nullptr) {
+      a_stride = round_up(term.k, arch::kPanelCols) + arch::kPanelCols;  // not a multiple of 4 KiB
+      E* staged = thread.scratch.a_rows.template as<E>(rows * a_stride);
+      term.a.visit([&](const auto& source) {
+        Kernel::Rows::template stage<E>(source, rows, term.k, term.k, staged, a_stride);
+      });
+      a = staged;
+    }
+    term.b.visit([&](const auto& b) {
+      Kernel::Microkernel::multiply_in_place(a, a_stride, rows, b, term.k, cols, c, stride);
+    });
+  }
+  epilogue(Block{0, rows, 0, cols, c, stride});
+}
+
 // C [rows, cols] = sum over the terms.
 template <class Kernel, std::size_t Terms, class Epilogue>
 void gemm_nn(ThreadContext<Kernel>& thread, index_t rows, index_t cols, const std::array<NnTerm, Terms>& terms,
              Epilogue&& epilogue) {
   using E = typename Kernel::Compute;
+  if constexpr (MultipliesInPlace<Kernel>) {
+    const bool adjacent = std::all_of(
+        terms.begin(), terms.end(), [](const NnTerm& term) { return term.b.col_stride() == 1 || term.k == 0; });
+    if (adjacent && rows <= Kernel::Microkernel::kInPlaceRows) {
+      return gemm_nn_in_place<Kernel>(thread, rows, cols, terms, epilogue);
+    }
+  }
   constexpr index_t kUnit = Kernel::Microkernel::kKUnit;
   const index_t wide = round_up(cols, arch::kPanelCols);
   index_t k = 0;

@@ -53,6 +53,14 @@ class AnyRows {
     return fits ? static_cast<const E*>(data_) : nullptr;
   }
   index_t row_stride() const { return row_stride_; }
+  index_t col_stride() const { return col_stride_; }
+
+  // What a microkernel may prefetch of these, see arch/operands.hpp.
+  arch::RowsAhead ahead(index_t row, index_t rows) const {
+    if (row_index_ != nullptr || col_stride_ != 1 || rows <= 0) return {};
+    const index_t bytes = size_of(dtype_);
+    return {static_cast<const char*>(data_) + row * row_stride_ * bytes, row_stride_ * bytes, rows, bytes};
+  }
 
   // Calls f(arch::RowSource<T>) with the element type T.
   template <class F>

@@ -1,4 +1,4 @@
-// kernels::Avx2<W>: fp32 FMA on AVX2, bf16 or fp32 weights: Haswell and Zen and everything since without AVX512.
+// kernels::Avx2<W>: fp32 FMA on AVX2, bf16 or fp32 weights. For what came since Haswell and Zen without AVX512.
 #pragma once
 
 #include <string>

@@ -1,5 +1,5 @@
-// Building blocks of the AVX2 row operations: typed loads and stores, bf16 rounding, 8 x 8 transposition. Always
-// inlined into leaf functions that carry the same target attribute.
+// Building blocks of the AVX2 row operations: typed loads and stores, bf16 rounding, 8 x 8 transposition.
+// Always inlined into leaf functions that carry the same target attribute.
 #pragma once
 
 #include "amx_sft_moe/arch/intrinsics.hpp"
