@@ -91,26 +91,27 @@ struct Avx2Microkernel : RegisterTiles<Avx2Microkernel, float, 6, kPanelCols, 48
       }
       AMX_SFT_MOE_UNROLL
       for (int r = 0; r < Rows; ++r) _mm_storeu_ps(value[r], _mm_loadu_ps(a + r * a_stride + kk));
-      steps<Rows, kDepth>(value, row, ahead, cols, c, c_stride);
+      steps(value, row, ahead, cols, c, c_stride);
     }
     for (; kk < k; ++kk) {
       const S* row[1] = {b.row(kk)};
       float value[std::size_t{Rows}][1];
       for (int r = 0; r < Rows; ++r) value[r][0] = a[r * a_stride + kk];
-      steps<Rows, 1>(value, row, row, cols, c, c_stride);
+      steps(value, row, row, cols, c, c_stride);
     }
   }
 
   // Depth steps along K.
-  template <int Rows, int Depth, class S>
-  AMX_SFT_MOE_INLINE AMX_SFT_MOE_TARGET_AVX2 static void steps(
-      const float (&a)[std::size_t{Rows}][std::size_t{Depth}], const S* const (&b)[std::size_t{Depth}],
-      const S* const (&ahead)[std::size_t{Depth}], index_t cols, float* c, index_t c_stride) {
+  template <std::size_t Rows, std::size_t Depth, class S>
+  AMX_SFT_MOE_INLINE AMX_SFT_MOE_TARGET_AVX2 static void steps(const float (&a)[Rows][Depth],
+                                                               const S* const (&b)[Depth],
+                                                               const S* const (&ahead)[Depth], index_t cols,
+                                                               float* c, index_t c_stride) {
     index_t j = 0;
     for (; j + 16 <= cols; j += 16) {
-      __m256 line[std::size_t{Depth}][2];
+      __m256 line[Depth][2];
       AMX_SFT_MOE_UNROLL
-      for (int d = 0; d < Depth; ++d) {
+      for (std::size_t d = 0; d < Depth; ++d) {
         line[d][0] = avx2::load8(b[d] + j);
         line[d][1] = avx2::load8(b[d] + j + 8);
         // Here, not row by row before the loop: a burst fills the line fill buffers and all loads wait.
@@ -118,11 +119,11 @@ struct Avx2Microkernel : RegisterTiles<Avx2Microkernel, float, 6, kPanelCols, 48
       }
       float* to = c + j;
       AMX_SFT_MOE_UNROLL
-      for (int r = 0; r < Rows; ++r, to += c_stride) {
+      for (std::size_t r = 0; r < Rows; ++r, to += c_stride) {
         __m256 low = _mm256_loadu_ps(to);
         __m256 high = _mm256_loadu_ps(to + 8);
         AMX_SFT_MOE_UNROLL
-        for (int d = 0; d < Depth; ++d) {
+        for (std::size_t d = 0; d < Depth; ++d) {
           const __m256 value = _mm256_set1_ps(a[r][d]);
           low = _mm256_fmadd_ps(value, line[d][0], low);
           high = _mm256_fmadd_ps(value, line[d][1], high);
@@ -132,10 +133,10 @@ struct Avx2Microkernel : RegisterTiles<Avx2Microkernel, float, 6, kPanelCols, 48
       }
     }
     for (; j < cols; j += 8) {  // C's rows have room for whole panels
-      for (int d = 0; d < Depth; ++d) {
+      for (std::size_t d = 0; d < Depth; ++d) {
         const __m256 line = avx2::load8(b[d] + j, cols - j);
-        for (int r = 0; r < Rows; ++r) {
-          float* to = c + r * c_stride + j;
+        for (std::size_t r = 0; r < Rows; ++r) {
+          float* to = c + static_cast<index_t>(r) * c_stride + j;
           const __m256 value = _mm256_set1_ps(a[r][d]);
           _mm256_storeu_ps(to, _mm256_fmadd_ps(value, line, _mm256_loadu_ps(to)));
         }

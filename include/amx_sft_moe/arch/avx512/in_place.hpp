@@ -9,15 +9,16 @@ namespace arch::avx512 {
 
 // Depth steps along K: C [Rows, cols] += a [Rows, Depth] x B's rows b[0], b[1], ... with `ahead` prefetched. 32
 // columns at a time: 2 Depth registers of B, 2 of C; a line of bf16 is 32 columns.
-template <int Rows, int Depth, class S>
-AMX_SFT_MOE_INLINE AMX_SFT_MOE_TARGET_AVX512 void in_place_steps(
-    const float (&a)[std::size_t{Rows}][std::size_t{Depth}], const S* const (&b)[std::size_t{Depth}],
-    const S* const (&ahead)[std::size_t{Depth}], index_t cols, float* c, index_t c_stride) {
+template <std::size_t Rows, std::size_t Depth, class S>
+AMX_SFT_MOE_INLINE AMX_SFT_MOE_TARGET_AVX512 void in_place_steps(const float (&a)[Rows][Depth],
+                                                                 const S* const (&b)[Depth],
+                                                                 const S* const (&ahead)[Depth], index_t cols,
+                                                                 float* c, index_t c_stride) {
   index_t j = 0;
   for (; j + 32 <= cols; j += 32) {
-    __m512 line[std::size_t{Depth}][2];
+    __m512 line[Depth][2];
     AMX_SFT_MOE_UNROLL
-    for (int d = 0; d < Depth; ++d) {
+    for (std::size_t d = 0; d < Depth; ++d) {
       line[d][0] = load16(b[d] + j);
       line[d][1] = load16(b[d] + j + 16);
       // Here, not row by row before the loop: a burst fills the line fill buffers and all loads wait.
@@ -25,11 +26,11 @@ AMX_SFT_MOE_INLINE AMX_SFT_MOE_TARGET_AVX512 void in_place_steps(
     }
     float* to = c + j;
     AMX_SFT_MOE_UNROLL
-    for (int r = 0; r < Rows; ++r, to += c_stride) {
+    for (std::size_t r = 0; r < Rows; ++r, to += c_stride) {
       __m512 low = _mm512_loadu_ps(to);
       __m512 high = _mm512_loadu_ps(to + 16);
       AMX_SFT_MOE_UNROLL
-      for (int d = 0; d < Depth; ++d) {
+      for (std::size_t d = 0; d < Depth; ++d) {
         const __m512 value = _mm512_set1_ps(a[r][d]);
         low = _mm512_fmadd_ps(value, line[d][0], low);
         high = _mm512_fmadd_ps(value, line[d][1], high);
@@ -40,10 +41,10 @@ AMX_SFT_MOE_INLINE AMX_SFT_MOE_TARGET_AVX512 void in_place_steps(
   }
   for (; j < cols; j += 16) {  // C's rows have room for whole panels
     const __mmask16 lanes = mask16(cols - j);
-    for (int d = 0; d < Depth; ++d) {
+    for (std::size_t d = 0; d < Depth; ++d) {
       const __m512 line = load16(b[d] + j, lanes);
-      for (int r = 0; r < Rows; ++r) {
-        float* to = c + r * c_stride + j;
+      for (std::size_t r = 0; r < Rows; ++r) {
+        float* to = c + static_cast<index_t>(r) * c_stride + j;
         _mm512_storeu_ps(to, _mm512_fmadd_ps(_mm512_set1_ps(a[r][d]), line, _mm512_loadu_ps(to)));
       }
     }
@@ -68,13 +69,13 @@ AMX_SFT_MOE_TARGET_AVX512 void multiply_in_place(const float* a, index_t a_strid
     }
     AMX_SFT_MOE_UNROLL
     for (int r = 0; r < Rows; ++r) _mm_storeu_ps(value[r], _mm_loadu_ps(a + r * a_stride + kk));
-    in_place_steps<Rows, kDepth>(value, row, ahead, cols, c, c_stride);
+    in_place_steps(value, row, ahead, cols, c, c_stride);
   }
   for (; kk < k; ++kk) {
     const S* row[1] = {b.row(kk)};
     float value[std::size_t{Rows}][1];
     for (int r = 0; r < Rows; ++r) value[r][0] = a[r * a_stride + kk];
-    in_place_steps<Rows, 1>(value, row, row, cols, c, c_stride);
+    in_place_steps(value, row, row, cols, c, c_stride);
   }
 }
 
