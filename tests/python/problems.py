@@ -233,15 +233,15 @@ class Call:
 
 
 @st.composite
-def calls(draw: Any, sizes: Extents, max_tokens: int = 24, adjacent: bool = True) -> Call:
-    """Tokens with routes that repeat experts, or are outside, or all go to one."""
+def calls(draw: Any, sizes: Extents, max_tokens: int = 24, adjacent: bool = True, exact: Any = FP32) -> Call:
+    """Tokens, of values exact in ``exact``, with routes that repeat experts, are outside, or all go to one."""
     tokens, normal = draw(st.integers(0, max_tokens)), draw(normals())
     shape = (tokens, sizes.top_k)
     ids = (normal(*shape, dtype=FP32, std=sizes.experts / 2) + sizes.experts / 2).floor().long()
     ids = draw(st.sampled_from([ids, ids, ids, ids.clamp(max=0), ids * 0 - 1, ids * 2**20 - 2**31]))
     id_type = draw(st.sampled_from([torch.int64, torch.int32]))
     return Call(
-        draw(layouts(2, adjacent)).store(normal(tokens, sizes.hidden, dtype=draw(DTYPES))),
+        draw(layouts(2, adjacent)).store(normal(tokens, sizes.hidden, dtype=exact).to(draw(DTYPES))),
         draw(layouts(2)).store(ids.clamp(-(2**31), 2**31 - 1).to(id_type)),
         draw(layouts(2, adjacent)).store(normal(*shape, dtype=draw(DTYPES))),
     )
