@@ -70,7 +70,7 @@ def test_autograd_equals_the_operator(
     name, dtype = kernel
     activation, _ = data.draw(formulas(dtype))
     base, lora = data.draw(bases(sizes, dtype, stacked=True)), data.draw(loras(sizes, None))
-    # The operator's stack holds x in the kernel's dtype, the graph x itself: same bits only where that is exact.
+    # The operator's stack holds x in the kernel's dtype, the graph x itself: same bits only where x is exact.
     call, normal = data.draw(calls(sizes, adjacent=False, exact=dtype)), data.draw(normals())
     leaves = {"grad_x": call.x, "grad_routing_weights": call.routing_weights} | parameters(base, lora)
     needed = data.draw(st.sets(st.sampled_from(sorted(leaves))))
