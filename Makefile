@@ -14,8 +14,8 @@ NVTX_INCLUDE = $(shell $(BIN)/python -c "import nvidia, pathlib; \
   print(next((p.parent.parent for d in nvidia.__path__ for p in pathlib.Path(d).rglob('nvtx3/nvtx3.hpp')), ''))")
 SOURCES := $(shell find cmake include python pyproject.toml CMakeLists.txt -type f -not -name '*.pyc')
 
-.PHONY: finetune test test-cpp test-python test-full asan tsan fuzz matrix qemu lint tidy coverage mutation bench \
-  clean help
+.PHONY: finetune test test-cpp test-python test-full test-hypothesis asan tsan fuzz matrix qemu lint tidy coverage \
+  mutation bench clean help
 
 help:
 	@echo "make finetune    LoRA fine-tuning of a small MoE language model on real text, offline"
@@ -46,7 +46,10 @@ test-python: test-cpp $(VENV)/installed
 	AMX_EMULATOR_LIBRARY=$$(find $(abspath $(BUILD)) -name libamx_emulator.so | head -1) \
 	  $(BIN)/python -m pytest -q tests/python
 
-test-full: test lint tidy matrix qemu asan tsan fuzz
+test-full: test lint tidy matrix qemu asan tsan fuzz test-hypothesis
+
+test-hypothesis: $(VENV)/installed
+	AMX_SFT_MOE_HYPOTHESIS=full $(BIN)/python -m pytest -q tests/python/test_hypothesis*.py
 
 asan: $(VENV)/onednn
 	$(BIN)/cmake -S . -B $(BUILD)-asan -G Ninja -DCMAKE_BUILD_TYPE=RelWithDebInfo \
@@ -144,7 +147,7 @@ $(VENV)/tools: $(VENV)/system
 	$(BIN)/pip install -q cmake ninja nvidia-nvtx ruff clang-format==16.0.6 pybind11 scikit-build-core
 	@touch $@
 
-$(VENV)/packages: $(VENV)/tools
+$(VENV)/packages: $(VENV)/tools pyproject.toml
 	$(BIN)/pip install -q $(TORCH)
 	$(BIN)/pip install -q $$($(BIN)/python -c "import tomllib; \
 	  e = tomllib.load(open('pyproject.toml', 'rb'))['project']['optional-dependencies']; \
