@@ -132,7 +132,8 @@ def test_kinds_of_adapters(options: dict[str, Any], reached: list[Any], dense: l
     found = results(add_lora(base_model(OURS), **options))
     assert len(reached) == 3
     assert not dense
-    assert_close(found, expected, 1e-5)
+    # Two orders of summation in fp32, and gradients of the attention below that amplify the difference.
+    assert_close(found, expected, 1e-4)
 
 
 def test_several_adapters(reached: list[Any], dense: list[str]) -> None:
