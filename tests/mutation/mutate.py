@@ -18,6 +18,7 @@ import subprocess
 import sys
 import time
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 
 from mutants import PARTS, Mutant, drawn
@@ -53,6 +54,8 @@ class Bench:
             "-DCMAKE_EXPORT_COMPILE_COMMANDS=ON",
             "-DAMX_SFT_MOE_BENCHMARKS=OFF",
             "-DAMX_SFT_MOE_EXAMPLES=OFF",
+            "-DAMX_SFT_MOE_ONEDNN=OFF",
+            "-DCMAKE_DISABLE_FIND_PACKAGE_GTest=ON",  # from its sources, so that libgtest.a lies in the build
         ]
         run(["cmake", "-S", ROOT, "-B", build, "-G", "Ninja", *flags])
         commands = json.loads((build / "compile_commands.json").read_text())
@@ -102,6 +105,14 @@ class Bench:
         # Mutated objects first: of equal inline functions the linker keeps the first.
         link = ["c++", "-fopenmp", *objects, *self.objects, *self.archives, "-ldl", "-o", program]
         return program if subprocess.run(link, stderr=subprocess.DEVNULL).returncode == 0 else None
+
+    def require_sound(self, any_mutant: Mutant) -> None:
+        """The library as it is must build and pass: else every mutant would seem not to compile, or noticed."""
+        program = self.compile(replace(any_mutant, new=any_mutant.old))
+        if program is None:
+            raise SystemExit("mutate: the unchanged library does not build")
+        if (failed := self.notices(program, PARTS[any_mutant.part][1])) is not None:
+            raise SystemExit(f"mutate: the unchanged library fails {failed}")
 
     def notices(self, program: Path, labels: list[str]) -> str | None:
         """The name of the first test that fails, None where all pass."""
@@ -156,6 +167,7 @@ def main() -> int:
     bench = Bench(options.build.resolve())
     known = known_equivalents()
     order = drawn(ROOT / "include/amx_sft_moe", options.seed)
+    bench.require_sound(next(iter(order["parallel"])))
     counts: Counter[str] = Counter()
     report = []
     for part, (wanted, labels) in PARTS.items():
