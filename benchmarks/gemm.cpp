@@ -44,7 +44,7 @@ struct Operands {
     bench::fill(weights, matrices * shape.out * shape.in, 0.02F, 1);
     bench::fill(activations, most_rows * std::max(shape.in, shape.out), 1.0F, 2);
     for (auto& result : results) result.reserve(most_rows * std::max(shape.in, shape.out));
-    x_panels.reserve(round_up(most_rows, arch::kPanelCols) * gemm::padded_k<Kernel>(shape.in));
+    x_panels.reserve(round_up(most_rows, arch::kPanelCols) * gemm::token_stride<Kernel>(shape.in));
   }
   MatrixView<const W> matrix(index_t i, const Shape& shape) const {
     return {weights.data() + i * shape.out * shape.in, shape.out, shape.in, shape.in};
@@ -52,14 +52,8 @@ struct Operands {
 };
 
 template <class Kernel>
-void store(const gemm::Block& block, float* result, index_t stride, bool transposed) {
-  const arch::BlockTarget<float> to{
-      transposed ? result + block.col * stride + block.row : result + block.row * stride + block.col,
-      transposed ? 1 : stride,
-      transposed ? stride : 1,
-      false,
-      1.0F,
-      nullptr};
+void store(const gemm::Block& block, float* result, index_t stride) {
+  const arch::BlockTarget<float> to{result + block.row * stride + block.col, stride, 1, false, 1.0F, nullptr};
   Kernel::Rows::store(block.c, block.stride, block.rows, block.cols, to);
 }
 
@@ -80,27 +74,30 @@ double run(Operands<Kernel>& operands, int threads, index_t tasks, Work&& work) 
 template <class Kernel>
 double nt_seconds(Operands<Kernel>& operands, const Shape& shape, index_t m, int threads) {
   using E = typename Kernel::Compute;
-  const index_t stride = gemm::padded_k<Kernel>(shape.in) * arch::kPanelCols;
-  Kernel::Rows::template pack_columns<E>(
-      arch::RowSource<typename Kernel::Weight>{operands.activations.data(), shape.in, 1, nullptr}, m, shape.in,
-      gemm::padded_k<Kernel>(shape.in), operands.x_panels.data(), stride);
-  const index_t per_matrix = ceil_div(shape.out, gemm::Blocking::kOutRows);
+  const index_t stride = gemm::token_stride<Kernel>(shape.in) * arch::kPanelCols;
+  const gemm::Panels<E> x{operands.x_panels.data(), stride};
+  gemm::pack_operand<Kernel>(
+      MatrixView<const typename Kernel::Weight>{operands.activations.data(), m, shape.in, shape.in}, m,
+      shape.in, x);
+  const index_t per_matrix = ceil_div(shape.out, gemm::Blocking::kOutRows<Kernel>);
   return run<Kernel>(
       operands, threads, operands.matrices * per_matrix, [&](auto& context, float* result, index_t task) {
-        const index_t first = task % per_matrix * gemm::Blocking::kOutRows;
-        const index_t rows = std::min(gemm::Blocking::kOutRows, shape.out - first);
+        const index_t first = task % per_matrix * gemm::Blocking::kOutRows<Kernel>;
+        const index_t rows = std::min(gemm::Blocking::kOutRows<Kernel>, shape.out - first);
         const auto weight = gemm::AnyRows(operands.matrix(task / per_matrix, shape)).from(first, 0);
-        const std::array<gemm::Term<E>, 1> terms{{{weight, shape.in, {operands.x_panels.data(), stride}}}};
+        const std::array<gemm::Term<E>, 1> terms{{{weight, shape.in, {x.data, x.panel_stride}}}};
         const std::array<std::span<const gemm::Term<E>>, 1> outputs{{terms}};
-        gemm::gemm_nt<Kernel>(context, rows, m, m, outputs, [&](const std::array<gemm::Block, 1>& blocks) {
-          store<Kernel>(blocks[0], result + first, shape.out, true);
+        gemm::gemm_nt<Kernel>(context, rows, m, m, outputs, [&](const std::array<gemm::TokenBlock, 1>& blocks) {
+          const gemm::TokenBlock& block = blocks[0];
+          gemm::store_tokens<Kernel>(block, result + block.token * shape.out + first + block.out, shape.out,
+                                     1.0F, nullptr);
         });
       });
 }
 
 template <class Kernel>
 double nn_seconds(Operands<Kernel>& operands, const Shape& shape, index_t m, int threads) {
-  const index_t wide = gemm::Blocking::of_this_machine().cols_for<typename Kernel::Compute>(shape.out);
+  const index_t wide = gemm::Blocking::of_this_machine().cols_for<Kernel>(shape.out);
   const index_t per_matrix = ceil_div(shape.in, wide);
   return run<Kernel>(
       operands, threads, operands.matrices * per_matrix, [&](auto& context, float* result, index_t task) {
@@ -110,7 +107,7 @@ double nn_seconds(Operands<Kernel>& operands, const Shape& shape, index_t m, int
         const MatrixView<typename Kernel::Weight> grad{operands.activations.data(), m, shape.out, shape.out};
         const std::array<gemm::NnTerm, 1> terms{{{grad, weight, shape.out}}};
         gemm::gemm_nn<Kernel>(context, m, cols, terms, [&](const gemm::Block& block) {
-          store<Kernel>(block, result + first, shape.in, false);
+          store<Kernel>(block, result + first, shape.in);
         });
       });
 }
@@ -118,7 +115,7 @@ double nn_seconds(Operands<Kernel>& operands, const Shape& shape, index_t m, int
 // grad_A [r, in] = v^T x: `m` tokens of x are the streamed operand, taken from the weights' memory.
 template <class Kernel>
 double tn_seconds(Operands<Kernel>& operands, const Shape& shape, index_t m, int threads, index_t* products) {
-  const index_t wide = gemm::Blocking::of_this_machine().cols_for<typename Kernel::Compute>(m);
+  const index_t wide = gemm::Blocking::of_this_machine().cols_for<Kernel>(m);
   const index_t per_batch = ceil_div(shape.in, wide);
   const index_t batches = std::min<index_t>(operands.matrices * shape.out / m, 1 << 14);
   *products = batches;
@@ -129,9 +126,8 @@ double tn_seconds(Operands<Kernel>& operands, const Shape& shape, index_t m, int
         operands.weights.data() + task / per_batch * m * shape.in + first, shape.in, 1, nullptr};
     const arch::RowSource<typename Kernel::Weight> v{operands.activations.data(), kRank, 1, nullptr};
     const auto panels = gemm::pack_tokens<Kernel>(context, x, m, cols);
-    gemm::gemm_tn<Kernel>(
-        context, kRank, std::array<gemm::Factor, 1>{{{v, nullptr}}}, panels,
-        [&](const gemm::Block& block) { store<Kernel>(block, result + first, shape.in, false); });
+    gemm::gemm_tn<Kernel>(context, kRank, std::array<gemm::Factor, 1>{{{v, nullptr}}}, panels,
+                          [&](const gemm::Block& block) { store<Kernel>(block, result + first, shape.in); });
   });
 }
 

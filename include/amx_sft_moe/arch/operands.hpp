@@ -61,30 +61,11 @@ struct Segment {
 // Base product and LoRA, for gate and up, each perhaps with a staged tail of K.
 inline constexpr int kMaxSegments = 8;
 
-// Rows in memory that become A's next: a microkernel may prefetch row i's part at k while it works on row i at
-// k, so that memory is busy while the arithmetic is. They may be of another element type than A.
-struct RowsAhead {
-  const char* data = nullptr;
-  index_t row_bytes = 0;  // from row to row
-  index_t rows = 0;       // 0: nothing known
-  index_t element_bytes = 0;
-
-  void prefetch(index_t row, index_t count, index_t k, index_t k_end) const {
-    const index_t end = row + count < rows ? row + count : rows;
-    for (index_t i = row; i < end; ++i) {
-      const char* from = data + i * row_bytes + k * element_bytes;
-      for (index_t byte = 0; byte < (k_end - k) * element_bytes; byte += 64)
-        __builtin_prefetch(from + byte, 0, 2);
-    }
-  }
-};
-
 template <class E>
 struct Segments {
   Segment<E> at[kMaxSegments];
   int count = 0;
   index_t k_tile = 0;  // AMX: the step along K, of which every segment's k is a multiple
-  RowsAhead ahead;     // along the first segment's K
 
   void add(const Segment<E>& segment) {
     if (segment.k > 0) at[count++] = segment;

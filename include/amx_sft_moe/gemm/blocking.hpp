@@ -5,7 +5,7 @@
 
 #include <algorithm>
 
-#include "amx_sft_moe/arch/operands.hpp"
+#include "amx_sft_moe/gemm/tokens.hpp"
 
 AMX_SFT_MOE_NAMESPACE_BEGIN
 namespace gemm {
@@ -15,9 +15,10 @@ struct Blocking {
   // does not say (virtual machines): the smallest L2 of a server CPU with AVX512-BF16.
   index_t panel_bytes = index_t{1} << 19;
 
-  // gemm_nt: rows of a weight per task. A multiple of every kernel's block (48, 32, 96): no tail but the last.
-  // Small, so that few experts still make enough tasks.
-  static constexpr index_t kOutRows = 96;
+  // gemm_nt: rows of a weight per task. A multiple of the kernel's blocks (strips: 64; tiles: 48, 32, 96): no tail
+  // but the last. Small, so that few experts still make enough tasks.
+  template <class Kernel>
+  static constexpr index_t kOutRows = MultipliesStrips<Kernel> ? 128 : 96;
   // Rows of an expert that one task packs, projects or differentiates; a multiple of a panel's columns.
   static constexpr index_t kRowChunk = 64;
   // gemm_nn and gemm_nt: tokens of a task at most. From here on packing a panel of weights (once per task)
@@ -37,15 +38,24 @@ struct Blocking {
     return blocking;
   }
 
-  // Columns of B that stay in L2 while k steps of them are used.
-  template <class E>
+  // Columns of a task of gemm_nn or gemm_tn: what of B, packed, stays in L2 while k steps of it are used. Strips
+  // are used at once, whatever k.
+  template <class Kernel>
   index_t cols_for(index_t k) const {
-    const index_t fit = panel_bytes / (std::max<index_t>(k, 1) * static_cast<index_t>(sizeof(E)));
-    return std::clamp(fit / kMinCols * kMinCols, kMinCols, kMaxCols);
+    return MultipliesStrips<Kernel> ? kMaxCols : resident_cols<Kernel>(k);
   }
-  template <class E>
+  // Tokens of a task of gemm_nt, whose x stays in L2 while the weights pass by.
+  template <class Kernel>
   index_t tokens_for(index_t k) const {
-    return std::min(cols_for<E>(k), kTokensPerTask);
+    return std::min(resident_cols<Kernel>(k), kTokensPerTask);
+  }
+
+ private:
+  template <class Kernel>
+  index_t resident_cols(index_t k) const {
+    constexpr index_t kElement = sizeof(typename Kernel::Compute);
+    const index_t fit = panel_bytes / (std::max<index_t>(k, 1) * kElement);
+    return std::clamp(fit / kMinCols * kMinCols, kMinCols, kMaxCols);
   }
 };
 

@@ -128,8 +128,6 @@ void for_each_block(typename Kernel::Session& session, Scratch& scratch, index_t
       for (std::size_t o = 0; o < Outputs; ++o) {
         segments[o].k_tile = k_tile;
         for (const Term<E>& term : outputs[o]) group.append(term, row, here, segments[o]);
-        const index_t next = row + here;
-        segments[o].ahead = outputs[o].front().a.ahead(next, std::min(shape.row_step, shape.row_end - next));
       }
       for (index_t col = shape.col_begin; col < shape.col_end; col += shape.col_step) {
         const index_t wide = std::min(shape.col_step, shape.col_end - col);
@@ -140,7 +138,6 @@ void for_each_block(typename Kernel::Session& session, Scratch& scratch, index_t
           Micro::block(session, shape.pattern, at_column(segments[o], col), here, wide, blocks[o].c, stride);
         }
         epilogue(blocks);
-        for (arch::Segments<E>& done : segments) done.ahead = {};  // asked for once
       }
     }
   }

@@ -1,17 +1,19 @@
 // The three GEMM forms of the operator, each a task's work on one thread:
 //
-//   gemm_nt   C^T [N, M] = B A^T    forward: weights are the microkernel's A, read where they lie; x is packed
-//                                   (few tokens: dot products, x unpacked)
-//   gemm_nn   C [M, N] = A B        data gradient: rows of B are interleaved into panels on their way
-//                                   (few rows: read where they lie)
-//   gemm_tn   C [M, N] = A^T B      weight gradient: contraction over tokens; A^T is the small, transposed one
+//   gemm_nt   C [tokens, out] = X W^T   forward: X packed once for all weights (gemm/tokens.hpp)
+//   gemm_nn   C [M, N] = A B            data gradient: rows of B are interleaved on their way
+//   gemm_tn   C [M, N] = A^T B          weight gradient: contraction over tokens; A^T is the small, transposed one
 //
 // Sums of products (LoRA beside base, gate beside up) are several terms of one call and round once.
+//
+// Kernels of tiles (AMX, oneDNN, portable) go through gemm/blocks.hpp, kernels of strips through gemm/strips.hpp.
 #pragma once
 
 #include <algorithm>
 
 #include "amx_sft_moe/gemm/blocks.hpp"
+#include "amx_sft_moe/gemm/strips.hpp"
+#include "amx_sft_moe/gemm/tokens.hpp"
 
 AMX_SFT_MOE_NAMESPACE_BEGIN
 namespace gemm {
@@ -37,11 +39,6 @@ struct ThreadContext {
   }
 };
 
-template <class Kernel>
-constexpr index_t padded_k(index_t k) {
-  return round_up(k, Kernel::Microkernel::kKUnit);
-}
-
 // Panels of B [k, cols] from its rows, k padded to a multiple of k_tile, at `to`.
 template <class Kernel>
 Panels<const typename Kernel::Compute> pack_rows(const AnyRows& b, index_t k, index_t k_tile, index_t cols,
@@ -55,101 +52,38 @@ Panels<const typename Kernel::Compute> pack_rows(const AnyRows& b, index_t k, in
   return {to, panel_stride};
 }
 
-// Rows of `src`, of k_padded all but k zeros, into the steps of K from k_begin on of panels whose first is
-// `to`. Kernels that lay panels out in another way say where such a step is themselves.
-template <class Kernel, class S>
-void pack_steps(const arch::RowSource<S>& src, index_t k, index_t k_padded, index_t cols, float scale,
-                const Panels<typename Kernel::Compute>& to, index_t k_begin) {
-  using Rows = typename Kernel::Rows;
-  using E = typename Kernel::Compute;
-  if constexpr (requires { Rows::kPairCols; }) {
-    Rows::template pack_rows<E>(src, k, k_padded, cols, scale, to.data, to.panel_stride, k_begin);
-  } else {
-    Rows::template pack_rows<E>(src, k, k_padded, cols, scale, to.data + k_begin * arch::kPanelCols,
-                                to.panel_stride);
-  }
-}
-
-// A microkernel may offer, beside block(), a product for few rows that reads B where it lies.
-template <class Kernel>
-concept MultipliesInPlace = requires { Kernel::Microkernel::kInPlaceRows; };
-
-// `rows` themselves where their elements are adjacent, else a copy that is: a factor's layout must not decide
-// about the order of summation.
-template <class Kernel>
-AnyRows adjacent_rows(ThreadContext<Kernel>& thread, const AnyRows& rows, index_t count, index_t k) {
-  using E = typename Kernel::Compute;
-  if (rows.col_stride() == 1) return rows;
-  E* staged = thread.scratch.a_transposed.template as<E>(count * k);
-  rows.visit([&](const auto& source) { Kernel::Rows::template stage<E>(source, count, k, k, staged, k); });
-  return AnyRows(arch::RowSource<E>{staged, k, 1, nullptr});
-}
-
-// gemm_nt for few tokens: dot products along K, the weights read where they lie. Staging them would cost as
-// much as the products. x is taken out of its panels once per call.
-template <class Kernel, std::size_t Outputs, class Epilogue>
-void gemm_nt_in_place(ThreadContext<Kernel>& thread, index_t out, index_t tokens,
-                      const std::array<std::span<const Term<typename Kernel::Compute>>, Outputs>& outputs,
-                      Epilogue&& epilogue) {
-  using Micro = typename Kernel::Microkernel;
-  using E = typename Kernel::Compute;
-  constexpr index_t kGap = arch::kPanelCols;  // a line between rows, so that they do not lie 4 KiB apart
-  index_t room = 0;
-  for (const auto& terms : outputs) {
-    for (const Term<E>& term : terms) room += tokens * (round_up(term.k, kGap) + kGap);
-  }
-  E* free = thread.scratch.a_rows.template as<E>(room);
-  std::array<std::array<E*, arch::kMaxSegments>, Outputs> x{};
-  for (std::size_t o = 0; o < Outputs; ++o) {
-    for (std::size_t t = 0; t < outputs[o].size(); ++t) {
-      const Term<E>& term = outputs[o][t];
-      if (o > 0 && t < outputs[0].size() && outputs[0][t].k == term.k && outputs[0][t].b.data == term.b.data) {
-        x[o][t] = x[0][t];  // gate and up share x
-        continue;
-      }
-      x[o][t] = free;
-      free += tokens * (round_up(term.k, kGap) + kGap);
-      const arch::RowSource<E> columns{term.b.data, arch::kPanelCols, 1, nullptr};
-      Kernel::Rows::template stage_transposed<E>(columns, tokens, term.k, term.k, nullptr, x[o][t],
-                                                 round_up(term.k, kGap) + kGap);
-    }
-  }
-  constexpr index_t kBlockFloats = Micro::kMaxRows * arch::kPanelCols;
-  float* c = thread.scratch.c_blocks.template as<float>(kBlockFloats * static_cast<index_t>(Outputs));
-  for (index_t row = 0; row < out; row += Micro::kMaxRows) {
-    const index_t here = std::min(Micro::kMaxRows, out - row);
-    std::array<Block, Outputs> blocks;
-    for (std::size_t o = 0; o < Outputs; ++o) {
-      blocks[o] = {row, here, 0, tokens, c + static_cast<index_t>(o) * kBlockFloats, arch::kPanelCols};
-      std::fill_n(blocks[o].c, here * arch::kPanelCols, 0.0F);
-      for (std::size_t t = 0; t < outputs[o].size(); ++t) {
-        const Term<E>& term = outputs[o][t];
-        if (term.k == 0) continue;
-        adjacent_rows<Kernel>(thread, term.a.from(row, 0), here, term.k).visit([&](const auto& w) {
-          const index_t below = term.a.col_stride() == 1 ? out - row : here;  // rows that may be prefetched
-          Micro::dot_in_place(w, here, below, x[o][t], round_up(term.k, kGap) + kGap, tokens, term.k,
-                              blocks[o].c, arch::kPanelCols);
-        });
-      }
-    }
-    epilogue(blocks);
-  }
-}
-
-// C^T [out, tokens] = sum over the terms of W [out, k] x x^T [k, tokens], for one or two sets of weights (gate
-// and up) over the same tokens. all_tokens: of the expert, of which these are some. They decide about the order
-// of summation, and not how this machine's caches cut them into tasks: the same bits on every machine.
+// The result [tokens, out] = sum over the terms of X [tokens, k] x W^T, W [out, k], for one or two sets of weights
+// (gate and up) over the same tokens; epilogue(std::array<TokenBlock, Outputs>). all_tokens:
+// of the expert of which these are some, see multiply_columns().
 template <class Kernel, std::size_t Outputs, class Epilogue>
 void gemm_nt(ThreadContext<Kernel>& thread, index_t out, index_t tokens, index_t all_tokens,
              const std::array<std::span<const Term<typename Kernel::Compute>>, Outputs>& outputs,
              Epilogue&& epilogue) {
-  if constexpr (MultipliesInPlace<Kernel>) {
-    if (all_tokens <= Kernel::Microkernel::kInPlaceRows) {
-      return gemm_nt_in_place<Kernel>(thread, out, tokens, outputs, epilogue);
+  using E = typename Kernel::Compute;
+  std::array<TokenBlock, Outputs> results;
+  if constexpr (MultipliesStrips<Kernel>) {
+    const index_t stride = strips_stride(out);
+    float* c = thread.scratch.c_blocks.template as<float>(tokens * stride * static_cast<index_t>(Outputs));
+    std::fill_n(c, tokens * stride * static_cast<index_t>(Outputs), 0.0F);
+    for (std::size_t o = 0; o < Outputs; ++o, c += tokens * stride) {
+      for (const Term<E>& term : outputs[o]) {
+        multiply_columns<Kernel>(thread.scratch, term.b.data, term.b.row_stride(), tokens, all_tokens, term.a,
+                                 out, term.k, c, stride);
+      }
+      results[o] = {0, out, 0, tokens, c, stride, true};
     }
+    epilogue(results);
+  } else {
+    for_each_block<Kernel>(thread.session, thread.scratch, out, tokens, Kernel::Microkernel::kKUnit, outputs,
+                           [&](const std::array<Block, Outputs>& blocks) {
+                             for (std::size_t o = 0; o < Outputs; ++o) {
+                               const Block& block = blocks[o];
+                               results[o] = {block.row, block.rows,   block.col, block.cols,
+                                             block.c,   block.stride, false};
+                             }
+                             epilogue(results);
+                           });
   }
-  for_each_block<Kernel>(thread.session, thread.scratch, out, tokens, Kernel::Microkernel::kKUnit, outputs,
-                         epilogue);
 }
 
 // One product of gemm_nn: A [M, k] x B [k, N], both as they lie.
@@ -159,75 +93,61 @@ struct NnTerm {
   index_t k = 0;
 };
 
-// gemm_nn for few rows: packing B would cost as much as the products, and memory would wait meanwhile. Every
-// element of C is the same chain of products along K as in a register tile: the same bits.
-template <class Kernel, std::size_t Terms, class Epilogue>
-void gemm_nn_in_place(ThreadContext<Kernel>& thread, index_t rows, index_t cols,
-                      const std::array<NnTerm, Terms>& terms, Epilogue&& epilogue) {
-  using E = typename Kernel::Compute;
-  const index_t stride = round_up(cols, arch::kPanelCols);
+// C [rows, cols] = sum over the terms, by strips, in the scratch.
+template <class Kernel>
+Block product_of_strips(ThreadContext<Kernel>& thread, index_t rows, index_t cols,
+                        std::span<const NnTerm> terms) {
+  const index_t stride = strips_stride(cols);
   float* c = thread.scratch.c_blocks.template as<float>(rows * stride);
   std::fill_n(c, rows * stride, 0.0F);
   for (const NnTerm& term : terms) {
-    if (term.k == 0) continue;
-    const E* a = term.a.template direct<E>();
-    index_t a_stride = term.a.row_stride();
-    if (a == nullptr) {
-      a_stride = round_up(term.k, arch::kPanelCols) + arch::kPanelCols;  // not a multiple of 4 KiB
-      E* staged = thread.scratch.a_rows.template as<E>(rows * a_stride);
-      term.a.visit([&](const auto& source) {
-        Kernel::Rows::template stage<E>(source, rows, term.k, term.k, staged, a_stride);
-      });
-      a = staged;
-    }
-    term.b.visit([&](const auto& b) {
-      Kernel::Microkernel::multiply_in_place(a, a_stride, rows, b, term.k, cols, c, stride);
-    });
+    multiply_rows<Kernel>(thread.scratch, term.a, rows, term.b, term.k, cols, c, stride);
   }
-  epilogue(Block{0, rows, 0, cols, c, stride});
+  return {0, rows, 0, cols, c, stride};
 }
 
 // C [rows, cols] = sum over the terms.
 template <class Kernel, std::size_t Terms, class Epilogue>
 void gemm_nn(ThreadContext<Kernel>& thread, index_t rows, index_t cols, const std::array<NnTerm, Terms>& terms,
              Epilogue&& epilogue) {
-  using E = typename Kernel::Compute;
-  if constexpr (MultipliesInPlace<Kernel>) {
-    const bool adjacent = std::all_of(
-        terms.begin(), terms.end(), [](const NnTerm& term) { return term.b.col_stride() == 1 || term.k == 0; });
-    if (adjacent && rows <= Kernel::Microkernel::kInPlaceRows) {
-      return gemm_nn_in_place<Kernel>(thread, rows, cols, terms, epilogue);
+  if constexpr (MultipliesStrips<Kernel>) {
+    epilogue(product_of_strips(thread, rows, cols, terms));
+  } else {
+    using E = typename Kernel::Compute;
+    constexpr index_t kUnit = Kernel::Microkernel::kKUnit;
+    const index_t wide = round_up(cols, arch::kPanelCols);
+    index_t k = 0;
+    for (const NnTerm& term : terms) k += padded_k<Kernel>(term.k);
+    E* free = thread.scratch.b_panels.template as<E>(k * wide);
+    std::array<Term<E>, Terms> packed;
+    for (std::size_t t = 0; t < Terms; ++t) {
+      packed[t] = {terms[t].a, terms[t].k, pack_rows<Kernel>(terms[t].b, terms[t].k, kUnit, cols, free)};
+      free += padded_k<Kernel>(terms[t].k) * wide;
     }
+    const std::array<std::span<const Term<E>>, 1> outputs{{packed}};
+    for_each_block<Kernel>(thread.session, thread.scratch, rows, cols, kUnit, outputs,
+                           [&](const std::array<Block, 1>& blocks) { epilogue(blocks[0]); });
   }
-  constexpr index_t kUnit = Kernel::Microkernel::kKUnit;
-  const index_t wide = round_up(cols, arch::kPanelCols);
-  index_t k = 0;
-  for (const NnTerm& term : terms) k += padded_k<Kernel>(term.k);
-  E* free = thread.scratch.b_panels.template as<E>(k * wide);
-  std::array<Term<E>, Terms> packed;
-  for (std::size_t t = 0; t < Terms; ++t) {
-    packed[t] = {terms[t].a, terms[t].k, pack_rows<Kernel>(terms[t].b, terms[t].k, kUnit, cols, free)};
-    free += padded_k<Kernel>(terms[t].k) * wide;
-  }
-  const std::array<std::span<const Term<E>>, 1> outputs{{packed}};
-  for_each_block<Kernel>(thread.session, thread.scratch, rows, cols, kUnit, outputs,
-                         [&](const std::array<Block, 1>& blocks) { epilogue(blocks[0]); });
 }
 
-// B of gemm_tn, packed once for several factors.
+// B [tokens, cols] of gemm_tn: packed once for several factors, or read where it lies.
 template <class Kernel>
-struct TokenPanels {
-  Panels<const typename Kernel::Compute> b;
-  index_t tokens = 0, k_tile = 0, cols = 0;
+struct TokenRows {
+  Panels<const typename Kernel::Compute> panels;
+  AnyRows rows;
+  index_t tokens = 0, k_tile = 1, cols = 0;
 };
 
-// Panels of B [tokens, cols].
 template <class Kernel>
-TokenPanels<Kernel> pack_tokens(ThreadContext<Kernel>& thread, const AnyRows& b, index_t tokens, index_t cols) {
-  using E = typename Kernel::Compute;
-  const index_t k_tile = Kernel::Microkernel::fitted_k_tile(tokens);
-  E* to = thread.scratch.b_panels.template as<E>(round_up(tokens, k_tile) * round_up(cols, arch::kPanelCols));
-  return {pack_rows<Kernel>(b, tokens, k_tile, cols, to), tokens, k_tile, cols};
+TokenRows<Kernel> pack_tokens(ThreadContext<Kernel>& thread, const AnyRows& b, index_t tokens, index_t cols) {
+  if constexpr (MultipliesStrips<Kernel>) {
+    return {{}, b, tokens, Kernel::Microkernel::kKUnit, cols};
+  } else {
+    using E = typename Kernel::Compute;
+    const index_t k_tile = Kernel::Microkernel::fitted_k_tile(tokens);
+    E* to = thread.scratch.b_panels.template as<E>(round_up(tokens, k_tile) * round_up(cols, arch::kPanelCols));
+    return {pack_rows<Kernel>(b, tokens, k_tile, cols, to), {}, tokens, k_tile, cols};
+  }
 }
 
 // The A of one product of gemm_tn: [tokens, rows], each row times its weight where `weights` is not null.
@@ -239,21 +159,29 @@ struct Factor {
 // C [rows, cols] = sum over the factors of factor^T x B.
 template <class Kernel, std::size_t Factors, class Epilogue>
 void gemm_tn(ThreadContext<Kernel>& thread, index_t rows, const std::array<Factor, Factors>& factors,
-             const TokenPanels<Kernel>& b, Epilogue&& epilogue) {
+             const TokenRows<Kernel>& b, Epilogue&& epilogue) {
   using E = typename Kernel::Compute;
   const index_t padded = round_up(b.tokens, b.k_tile);
   E* free = thread.scratch.a_transposed.template as<E>(padded * rows * static_cast<index_t>(Factors));
-  std::array<Term<E>, Factors> terms;
+  std::array<arch::RowSource<E>, Factors> transposed;
   for (std::size_t f = 0; f < Factors; ++f, free += padded * rows) {
     factors[f].rows.visit([&](const auto& source) {
       Kernel::Rows::template stage_transposed<E>(source, rows, b.tokens, padded, factors[f].weights, free,
                                                  padded);
     });
-    terms[f] = {arch::RowSource<E>{free, padded, 1, nullptr}, padded, b.b};
+    transposed[f] = {free, padded, 1, nullptr};
   }
-  const std::array<std::span<const Term<E>>, 1> outputs{{terms}};
-  for_each_block<Kernel>(thread.session, thread.scratch, rows, b.cols, b.k_tile, outputs,
-                         [&](const std::array<Block, 1>& blocks) { epilogue(blocks[0]); });
+  if constexpr (MultipliesStrips<Kernel>) {
+    std::array<NnTerm, Factors> terms;
+    for (std::size_t f = 0; f < Factors; ++f) terms[f] = {transposed[f], b.rows, b.tokens};
+    epilogue(product_of_strips(thread, rows, b.cols, terms));
+  } else {
+    std::array<Term<E>, Factors> terms;
+    for (std::size_t f = 0; f < Factors; ++f) terms[f] = {transposed[f], padded, b.panels};
+    const std::array<std::span<const Term<E>>, 1> outputs{{terms}};
+    for_each_block<Kernel>(thread.session, thread.scratch, rows, b.cols, b.k_tile, outputs,
+                           [&](const std::array<Block, 1>& blocks) { epilogue(blocks[0]); });
+  }
 }
 
 }  // namespace gemm

@@ -55,13 +55,6 @@ class AnyRows {
   index_t row_stride() const { return row_stride_; }
   index_t col_stride() const { return col_stride_; }
 
-  // What a microkernel may prefetch of these, see arch/operands.hpp.
-  arch::RowsAhead ahead(index_t row, index_t rows) const {
-    if (row_index_ != nullptr || col_stride_ != 1 || rows <= 0) return {};
-    const index_t bytes = size_of(dtype_);
-    return {static_cast<const char*>(data_) + row * row_stride_ * bytes, row_stride_ * bytes, rows, bytes};
-  }
-
   // Calls f(arch::RowSource<T>) with the element type T.
   template <class F>
   decltype(auto) visit(F&& f) const {
@@ -82,12 +75,14 @@ class AnyRows {
   const std::int32_t* row_index_ = nullptr;
 };
 
-// B, packed (arch/operands.hpp): the panel of column c is at data + c / 16 * panel_stride.
+// B, packed (arch/operands.hpp): the panel of column c is at data + c / 16 * panel_stride. For kernels of strips
+// (gemm/tokens.hpp) the same memory holds a column's K as a row.
 template <class E>
 struct Panels {
   E* data = nullptr;
   index_t panel_stride = 0;
 
+  index_t row_stride() const { return panel_stride / arch::kPanelCols; }
   Panels from_column(index_t c) const { return {data + c / arch::kPanelCols * panel_stride, panel_stride}; }
 };
 

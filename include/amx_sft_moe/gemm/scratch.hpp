@@ -26,17 +26,19 @@ class Buffer {
 };
 
 struct Scratch {
-  Buffer a_rows;  // rows of A that could not be used where they lie, K adjacent, zeros behind; few tokens of x
-  Buffer a_transposed;  // gemm_tn: A^T; gemm_nt of few tokens: rows of a strided factor
-  Buffer b_panels;
-  Buffer c_blocks;  // fp32
-  Buffer rows;      // a caller's own rows on their way to a GEMM
+  Buffer a_rows;        // rows of A that could not be used where they lie, K adjacent, zeros behind
+  Buffer a_transposed;  // gemm_tn: A^T
+  Buffer b_rows;        // rows of B whose elements are not adjacent
+  Buffer b_panels;      // or a strip
+  Buffer c_blocks;      // fp32
+  Buffer rows;          // a caller's own rows on their way to a GEMM
   KernelStateSlot kernel_state;
 
   // At least as large as `other`, buffer by buffer.
   void grow_to(const Scratch& other) {
     a_rows.grow_to(other.a_rows.bytes());
     a_transposed.grow_to(other.a_transposed.bytes());
+    b_rows.grow_to(other.b_rows.bytes());
     b_panels.grow_to(other.b_panels.bytes());
     c_blocks.grow_to(other.c_blocks.bytes());
     rows.grow_to(other.rows.bytes());
@@ -44,8 +46,8 @@ struct Scratch {
   }
 
   index_t bytes() const {
-    return a_rows.bytes() + a_transposed.bytes() + b_panels.bytes() + c_blocks.bytes() + rows.bytes() +
-           kernel_state.bytes();
+    return a_rows.bytes() + a_transposed.bytes() + b_rows.bytes() + b_panels.bytes() + c_blocks.bytes() +
+           rows.bytes() + kernel_state.bytes();
   }
 };
 

@@ -14,7 +14,7 @@
 #include <string_view>
 
 #include "amx_sft_moe/arch/avx2/activation.hpp"
-#include "amx_sft_moe/arch/avx2/rows.hpp"
+#include "amx_sft_moe/arch/avx2/pack.hpp"
 #include "amx_sft_moe/arch/avx512/activation.hpp"
 #include "amx_sft_moe/arch/cpu_features.hpp"
 #include "amx_sft_moe/arch/onednn/microkernel.hpp"
@@ -49,7 +49,7 @@ struct OneDnnWithAvx512 {
 struct OneDnnWithAvx2 {
   static constexpr bool kPaired = false;
   static constexpr std::string_view kVariant = "ymm";
-  using Rows = arch::Avx2Rows;
+  using Rows = arch::Avx2PanelRows;
   using Activation = arch::Avx2Activation;
   static bool available() { return arch::cpu_features().avx2; }
 };

@@ -8,34 +8,29 @@
 AMX_SFT_MOE_NAMESPACE_BEGIN
 namespace lora {
 
-// Where u = s x A^T goes: packed for the forward's second term, and in rows for backward (rows.data null: not
+// Where u = s x A^T goes: an operand of the forward's second term, and rows for backward (rows.data null: not
 // saved).
 template <class Kernel>
 struct ProjectionTarget {
-  gemm::Panels<typename Kernel::Compute> panels;  // [panels of tokens][r padded]
-  MatrixView<typename Kernel::Stored> rows;       // [tokens, r]
+  gemm::Panels<typename Kernel::Compute> operand;  // [tokens, r]
+  MatrixView<typename Kernel::Stored> rows;        // [tokens, r]
 };
 
-// u = scaling x A^T: x packed [k, tokens], A = lora_a [r, k]. gemm_nt, see there for all_tokens
+// u = scaling x A^T: x an operand [tokens, k], A = lora_a [r, k]. gemm_nt, see there for all_tokens
 template <class Kernel>
 void project(gemm::ThreadContext<Kernel>& thread, const AnyConstMatrix& lora_a, float scaling, index_t tokens,
              index_t all_tokens, const gemm::Panels<const typename Kernel::Compute>& x,
              const ProjectionTarget<Kernel>& to) {
   using E = typename Kernel::Compute;
-  using Stored = typename Kernel::Stored;
   const index_t rank = lora_a.rows();
   const std::array<gemm::Term<E>, 1> terms{{{gemm::AnyRows(lora_a), lora_a.cols(), x}}};
   const std::array<std::span<const gemm::Term<E>>, 1> outputs{{terms}};
   gemm::gemm_nt<Kernel>(
-      thread, rank, tokens, all_tokens, outputs, [&](const std::array<gemm::Block, 1>& blocks) {
-        const gemm::Block& u = blocks[0];  // [r, tokens]
-        const index_t padded = u.row + u.rows == rank ? gemm::padded_k<Kernel>(rank) - u.row : u.rows;
-        const arch::RowSource<float> source{u.c, u.stride, 1, nullptr};
-        gemm::pack_steps<Kernel>(source, u.rows, padded, u.cols, scaling, to.panels.from_column(u.col), u.row);
+      thread, rank, tokens, all_tokens, outputs, [&](const std::array<gemm::TokenBlock, 1>& blocks) {
+        const gemm::TokenBlock& u = blocks[0];
+        gemm::append_operand<Kernel>(u, scaling, to.operand.from_column(u.token), u.out, rank);
         if (to.rows.data == nullptr) return;
-        const arch::BlockTarget<Stored> rows{
-            to.rows.row(u.col) + u.row, 1, to.rows.row_stride, false, scaling, nullptr};
-        Kernel::Rows::store(u.c, u.stride, u.rows, u.cols, rows);
+        gemm::store_tokens<Kernel>(u, to.rows.row(u.token) + u.out, to.rows.row_stride, scaling, nullptr);
       });
 }
 
@@ -80,7 +75,7 @@ void store_gradient(const gemm::Block& block, const AnyMatrix& grad, bool transp
 // already in the factor (v).
 template <class Kernel, std::size_t Factors>
 void gradient_a(gemm::ThreadContext<Kernel>& thread, const std::array<gemm::Factor, Factors>& factors,
-                const gemm::TokenPanels<Kernel>& input, index_t first_col, const AnyMatrix& grad_a,
+                const gemm::TokenRows<Kernel>& input, index_t first_col, const AnyMatrix& grad_a,
                 const GradientMode& mode) {
   gemm::gemm_tn<Kernel>(thread, grad_a.rows(), factors, input, [&](const gemm::Block& block) {
     store_gradient<Kernel>(block, grad_a, false, first_col, mode);
@@ -90,9 +85,8 @@ void gradient_a(gemm::ThreadContext<Kernel>& thread, const std::array<gemm::Fact
 // Rows [first_row, ...) of grad_B [out, r] = grad^T u, computed as its transpose u^T x grad. gemm_tn Scaling is
 // already in u.
 template <class Kernel>
-void gradient_b(gemm::ThreadContext<Kernel>& thread, const gemm::Factor& u,
-                const gemm::TokenPanels<Kernel>& grad, index_t first_row, const AnyMatrix& grad_b,
-                const GradientMode& mode) {
+void gradient_b(gemm::ThreadContext<Kernel>& thread, const gemm::Factor& u, const gemm::TokenRows<Kernel>& grad,
+                index_t first_row, const AnyMatrix& grad_b, const GradientMode& mode) {
   const std::array<gemm::Factor, 1> factors{{u}};
   gemm::gemm_tn<Kernel>(thread, grad_b.cols(), factors, grad, [&](const gemm::Block& block) {
     store_gradient<Kernel>(block, grad_b, true, first_row, mode);

@@ -161,16 +161,15 @@ inline void clear_idle(const AnyExpertTensor& grad, index_t expert) {
 
 template <class Kernel>
 void backward_down(Step<Kernel>& step, const BackwardRows<Kernel>& rows, const Gradients& grads) {
-  using E = typename Kernel::Compute;
   auto& tasks = step.work.tasks;
   const bool wants_b = !grads.lora.down_b.empty() || !grads.biases.down.empty();
   tasks.clear();
   for (const ExpertRows& expert : step.work.routing.active()) {
     add_tasks(tasks, kDownGemm, expert, gemm::Blocking::kTokensPerTask, step.intermediate,
-              step.blocking.template cols_for<E>(step.hidden));
+              step.blocking.template cols_for<Kernel>(step.hidden));
   }
   for (const ExpertRows& expert : step.work.routing.active()) {
-    const index_t cols = step.blocking.template cols_for<E>(expert.rows);
+    const index_t cols = step.blocking.template cols_for<Kernel>(expert.rows);
     if (!grads.lora.down_a.empty()) add_tasks(tasks, kDownGradA, expert, expert.rows, step.intermediate, cols);
     if (wants_b) add_tasks(tasks, kDownGradB, expert, expert.rows, step.hidden, cols);
   }
@@ -263,7 +262,7 @@ void backward_grad_a(Step<Kernel>& step, const BackwardRows<Kernel>& rows, Worke
                      const Task& task, const AnyConstMatrix& x, const Gradients& grads) {
   const ExpertRows& expert = *task.expert;
   const lora::GradientMode mode{grads.accumulate, grads.scale};
-  gemm::TokenPanels<Kernel> panels;
+  gemm::TokenRows<Kernel> panels;
   const gemm::Factor gate{rows_of(rows.v_gate, expert, 0), nullptr};
   const gemm::Factor up{rows_of(rows.v_up, expert, 0), nullptr};
   worker.time(Phase::kGuLoraGate, [&] {
@@ -304,7 +303,6 @@ void backward_grad_b(Worker<Kernel>& worker, const Task& task, const MatrixView<
 
 template <class Kernel>
 void add_gate_up_tasks(Step<Kernel>& step, const Gradients& grads) {
-  using E = typename Kernel::Compute;
   auto& tasks = step.work.tasks;
   const LoraGradients& to = grads.lora;
   const bool wants_a = !to.gate_a.empty() || !to.up_a.empty();
@@ -314,11 +312,11 @@ void add_gate_up_tasks(Step<Kernel>& step, const Gradients& grads) {
   if (!grads.x.empty()) {
     for (const ExpertRows& expert : step.work.routing.active()) {
       add_tasks(tasks, kBasePass, expert, gemm::Blocking::kTokensPerTask, step.hidden,
-                step.blocking.template cols_for<E>(2 * step.intermediate));
+                step.blocking.template cols_for<Kernel>(2 * step.intermediate));
     }
   }
   for (const ExpertRows& expert : step.work.routing.active()) {
-    const index_t cols = step.blocking.template cols_for<E>(expert.rows);
+    const index_t cols = step.blocking.template cols_for<Kernel>(expert.rows);
     if (wants_a) add_tasks(tasks, kGradA, expert, expert.rows, step.hidden, cols);
     if (wants_gate_b) add_tasks(tasks, kGradBGate, expert, expert.rows, step.intermediate, cols);
     if (wants_up_b) add_tasks(tasks, kGradBUp, expert, expert.rows, step.intermediate, cols);

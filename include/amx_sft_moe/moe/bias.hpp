@@ -8,15 +8,19 @@
 AMX_SFT_MOE_NAMESPACE_BEGIN
 namespace moe {
 
-// C [out, tokens] += b[expert][first_row ...] in each column. Nothing where there is no bias.
-inline void add_bias(const gemm::Block& block, const AnyConstMatrix& bias, index_t expert, index_t first_row) {
+// Adds b[expert][first ...] to the outputs of each token. Nothing where there is no bias.
+inline void add_bias(const gemm::TokenBlock& block, const AnyConstMatrix& bias, index_t expert, index_t first) {
   if (bias.empty()) return;
   bias.visit([&](const auto* data) {
-    const auto* b = data + expert * bias.row_stride() + first_row * bias.col_stride();
-    for (index_t i = 0; i < block.rows; ++i) {
-      const float value = to_float(b[i * bias.col_stride()]);
-      float* row = block.c + i * block.stride;
-      for (index_t j = 0; j < block.cols; ++j) row[j] += value;
+    const auto* b = data + expert * bias.row_stride() + first * bias.col_stride();
+    for (index_t i = 0; i < block.lines(); ++i) {
+      float* line = block.line(i);
+      if (block.token_lines) {
+        for (index_t o = 0; o < block.outs; ++o) line[o] += to_float(b[o * bias.col_stride()]);
+      } else {
+        const float value = to_float(b[i * bias.col_stride()]);
+        for (index_t t = 0; t < block.tokens; ++t) line[t] += value;
+      }
     }
   });
 }
@@ -46,8 +50,8 @@ float dot_with_bias(const T* row, const AnyConstMatrix& bias, index_t expert) {
 // with a column of ones (or the weights; null: ones) as its factor.
 template <class Kernel>
 void bias_gradient(gemm::ThreadContext<Kernel>& thread, const float* weights,
-                   const gemm::TokenPanels<Kernel>& grad, index_t expert, index_t first,
-                   const AnyMatrix& grad_b, const lora::GradientMode& mode) {
+                   const gemm::TokenRows<Kernel>& grad, index_t expert, index_t first, const AnyMatrix& grad_b,
+                   const lora::GradientMode& mode) {
   constexpr float kOne = 1.0F;
   const arch::RowSource<float> ones{&kOne, 0, 1, nullptr};  // the same element for every row
   const std::array<gemm::Factor, 1> factors{{{gemm::AnyRows(ones), weights}}};

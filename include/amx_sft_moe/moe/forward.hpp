@@ -1,8 +1,8 @@
 // The phases of a forward pass, in order. Each is one region of tasks; its end is a synchronisation point (4 in
 // all).
 //
-//   gather        x -> packed panels per expert;  u = s x A^T for gate and up
-//   gate_up       g = x Wg^T + u_g Bg^T + bias, u likewise; h = act(g, u) -> packed panels; u_down = s h Ad^T
+//   gather        x -> operand of gemm_nt per expert;  u = s x A^T for gate and up
+//   gate_up       g = x Wg^T + u_g Bg^T + bias, u likewise; h = act(g, u) -> operand; u_down = s h Ad^T
 //   down          w d = w (h Wd^T + u_d Bd^T + bias) per route
 //   sum_tokens    y = sum over a token's routes
 #pragma once
@@ -18,10 +18,10 @@ template <class Kernel>
 void forward_gather(Step<Kernel>& step, const AnyConstMatrix& x) {
   using E = typename Kernel::Compute;
   Workspace& work = step.work;
-  const index_t panels = work.routing.panels() * arch::kPanelCols;
-  E* x_panels = work.x_panels.as<E>(panels * gemm::padded_k<Kernel>(step.hidden));
-  E* u_gate = work.u_gate_panels.as<E>(panels * gemm::padded_k<Kernel>(step.lora.gate.rank()));
-  E* u_up = work.u_up_panels.as<E>(panels * gemm::padded_k<Kernel>(step.lora.up.rank()));
+  const index_t padded_rows = work.routing.panels() * arch::kPanelCols;
+  E* x_operand = work.x_operand.as<E>(padded_rows * gemm::token_stride<Kernel>(step.hidden));
+  E* u_gate = work.u_gate_operand.as<E>(padded_rows * gemm::token_stride<Kernel>(step.lora.gate.rank()));
+  E* u_up = work.u_up_operand.as<E>(padded_rows * gemm::token_stride<Kernel>(step.lora.up.rank()));
 
   work.tasks.clear();
   for (const ExpertRows& expert : work.routing.active()) {
@@ -29,14 +29,10 @@ void forward_gather(Step<Kernel>& step, const AnyConstMatrix& x) {
   }
   run_region(step, PhaseGroup::kForwardGather, [&](Worker<Kernel>& worker, const Task& task) {
     const ExpertRows& expert = *task.expert;
-    const auto packed = panels_of<Kernel>(x_panels, step.hidden, expert, task.row);
+    const auto packed = operand_of<Kernel>(x_operand, step.hidden, expert, task.row);
     worker.time(Phase::kGather, [&] {
       const auto rows = gemm::AnyRows(x).gathered(work.routing.token_of_row() + expert.row_begin + task.row);
-      rows.visit([&](const auto& source) {
-        Kernel::Rows::template pack_columns<E>(source, task.rows, step.hidden,
-                                               gemm::padded_k<Kernel>(step.hidden), packed.data,
-                                               packed.panel_stride);
-      });
+      gemm::pack_operand<Kernel>(rows, task.rows, step.hidden, packed);
     });
     if (step.lora.gate.rank() + step.lora.up.rank() == 0) return;
     worker.time(Phase::kLoraAForward, [&] {
@@ -45,7 +41,7 @@ void forward_gather(Step<Kernel>& step, const AnyConstMatrix& x) {
         if (adapter.rank() == 0) return;
         lora::project<Kernel>(
             worker.gemm, adapter.a[expert.expert], adapter.scaling, task.rows, expert.rows, read_only(packed),
-            {panels_of<Kernel>(buffer, adapter.rank(), expert, task.row), rows_of(saved, expert, task.row)});
+            {operand_of<Kernel>(buffer, adapter.rank(), expert, task.row), rows_of(saved, expert, task.row)});
       };
       project(step.lora.gate, u_gate, step.saved.u_gate);
       project(step.lora.up, u_up, step.saved.u_up);
@@ -67,37 +63,33 @@ std::array<gemm::Term<typename Kernel::Compute>, 2> adapted_terms(
   return terms;
 }
 
-// Adds the biases, stores g and u for backward, applies the activation and packs h, block by block.
+// Adds the biases, stores g and u for backward, applies the activation and appends h to the down projection's
+// operand, block by block.
 template <class Kernel>
-void finish_gate_up_block(Step<Kernel>& step, const Task& task, const std::array<gemm::Block, 2>& blocks,
+void finish_gate_up_block(Step<Kernel>& step, const Task& task, const std::array<gemm::TokenBlock, 2>& blocks,
                           const gemm::Panels<typename Kernel::Compute>& h) {
   using Stored = typename Kernel::Stored;
-  const gemm::Block& gate = blocks[0];  // [rows of W, tokens]
-  const gemm::Block& up = blocks[1];
-  const index_t first = task.col + gate.row;
+  const gemm::TokenBlock& gate = blocks[0];
+  const gemm::TokenBlock& up = blocks[1];
+  const index_t first = task.col + gate.out;
   add_bias(gate, step.weights.biases.gate, task.expert->expert, first);
   add_bias(up, step.weights.biases.up, task.expert->expert, first);
   if (step.saved.gate.data != nullptr) {
-    auto save = [&](const gemm::Block& block, const MatrixView<Stored>& to) {
-      const MatrixView<Stored> rows = rows_of(to, *task.expert, task.row + block.col);
-      const arch::BlockTarget<Stored> target{rows.data + first, 1, rows.row_stride, false, 1.0F, nullptr};
-      Kernel::Rows::store(block.c, block.stride, block.rows, block.cols, target);
+    auto save = [&](const gemm::TokenBlock& block, const MatrixView<Stored>& to) {
+      const MatrixView<Stored> rows = rows_of(to, *task.expert, task.row + block.token);
+      gemm::store_tokens<Kernel>(block, rows.data + first, rows.row_stride, 1.0F, nullptr);
     };
     save(gate, step.saved.gate);
     save(up, step.saved.up);
   }
   std::visit(
       [&](const auto& activation) {
-        for (index_t i = 0; i < gate.rows; ++i) {
-          float* row = gate.c + i * gate.stride;
-          Kernel::Activation::forward(activation, row, up.c + i * up.stride, gate.cols, row);
+        for (index_t i = 0; i < gate.lines(); ++i) {
+          Kernel::Activation::forward(activation, gate.line(i), up.line(i), gate.length(), gate.line(i));
         }
       },
       step.activation);
-  const bool last = first + gate.rows == step.intermediate;
-  const index_t padded = last ? gemm::padded_k<Kernel>(step.intermediate) - first : gate.rows;
-  gemm::pack_steps<Kernel>(arch::RowSource<float>{gate.c, gate.stride, 1, nullptr}, gate.rows, padded,
-                           gate.cols, 1.0F, h.from_column(gate.col), first);
+  gemm::append_operand<Kernel>(gate, 1.0F, h.from_column(gate.token), first, step.intermediate);
 }
 
 template <class Kernel>
@@ -105,44 +97,44 @@ void forward_gate_up(Step<Kernel>& step) {
   using E = typename Kernel::Compute;
   Workspace& work = step.work;
   const LoraWeights& lora = step.lora;
-  const index_t panels = work.routing.panels() * arch::kPanelCols;
-  E* x_panels = work.x_panels.as<E>(0);
-  E* u_gate = work.u_gate_panels.as<E>(0);
-  E* u_up = work.u_up_panels.as<E>(0);
-  E* h_panels = work.h_panels.as<E>(panels * gemm::padded_k<Kernel>(step.intermediate));
-  E* u_down = work.u_down_panels.as<E>(panels * gemm::padded_k<Kernel>(lora.down.rank()));
+  const index_t padded_rows = work.routing.panels() * arch::kPanelCols;
+  E* x_operand = work.x_operand.as<E>(0);
+  E* u_gate = work.u_gate_operand.as<E>(0);
+  E* u_up = work.u_up_operand.as<E>(0);
+  E* h_operand = work.h_operand.as<E>(padded_rows * gemm::token_stride<Kernel>(step.intermediate));
+  E* u_down = work.u_down_operand.as<E>(padded_rows * gemm::token_stride<Kernel>(lora.down.rank()));
 
   work.tasks.clear();
   std::int32_t groups = 0;
   for (const ExpertRows& expert : work.routing.active()) {
-    add_tasks(work.tasks, 0, expert, step.blocking.template tokens_for<E>(step.hidden), step.intermediate,
-              gemm::Blocking::kOutRows, &groups);
+    add_tasks(work.tasks, 0, expert, step.blocking.template tokens_for<Kernel>(step.hidden), step.intermediate,
+              gemm::Blocking::kOutRows<Kernel>, &groups);
   }
   // u_down needs all of h for its tokens: whichever task finishes a group's last block goes on with it.
   parallel::Countdown* unfinished = work.reserve_countdowns(groups);
-  const index_t blocks_per_group = ceil_div(step.intermediate, gemm::Blocking::kOutRows);
+  const index_t blocks_per_group = ceil_div(step.intermediate, gemm::Blocking::kOutRows<Kernel>);
   for (std::int32_t g = 0; g < groups; ++g) unfinished[g].reset(blocks_per_group);
 
   run_region(step, PhaseGroup::kForwardGateUp, [&](Worker<Kernel>& worker, const Task& task) {
     const ExpertRows& expert = *task.expert;
     const index_t e = expert.expert;
-    const auto x = panels_of<Kernel>(x_panels, step.hidden, expert, task.row);
-    const auto h = panels_of<Kernel>(h_panels, step.intermediate, expert, task.row);
+    const auto x = operand_of<Kernel>(x_operand, step.hidden, expert, task.row);
+    const auto h = operand_of<Kernel>(h_operand, step.intermediate, expert, task.row);
     worker.time(Phase::kGateUpGemm, [&] {
       const auto gate = adapted_terms<Kernel>(step.weights.gate[e], lora.gate, e, task.col, x,
-                                              panels_of<Kernel>(u_gate, lora.gate.rank(), expert, task.row));
+                                              operand_of<Kernel>(u_gate, lora.gate.rank(), expert, task.row));
       const auto up = adapted_terms<Kernel>(step.weights.up[e], lora.up, e, task.col, x,
-                                            panels_of<Kernel>(u_up, lora.up.rank(), expert, task.row));
+                                            operand_of<Kernel>(u_up, lora.up.rank(), expert, task.row));
       const std::array<std::span<const gemm::Term<E>>, 2> outputs{{gate, up}};
       gemm::gemm_nt<Kernel>(
           worker.gemm, task.cols, task.rows, expert.rows, outputs,
-          [&](const std::array<gemm::Block, 2>& blocks) { finish_gate_up_block(step, task, blocks, h); });
+          [&](const std::array<gemm::TokenBlock, 2>& blocks) { finish_gate_up_block(step, task, blocks, h); });
     });
     if (!unfinished[task.group].finish() || lora.down.rank() == 0) return;
     worker.time(Phase::kLoraADownForward, [&] {
       lora::project<Kernel>(worker.gemm, lora.down.a[e], lora.down.scaling, task.rows, expert.rows,
                             read_only(h),
-                            {panels_of<Kernel>(u_down, lora.down.rank(), expert, task.row),
+                            {operand_of<Kernel>(u_down, lora.down.rank(), expert, task.row),
                              rows_of(step.saved.u_down, expert, task.row)});
     });
   });
@@ -152,14 +144,14 @@ template <class Kernel>
 void forward_down(Step<Kernel>& step) {
   using E = typename Kernel::Compute;
   Workspace& work = step.work;
-  E* h_panels = work.h_panels.as<E>(0);
-  E* u_down = work.u_down_panels.as<E>(0);
+  E* h_operand = work.h_operand.as<E>(0);
+  E* u_down = work.u_down_operand.as<E>(0);
   const MatrixView<float> out = row_matrix<float>(work.out_rows, work.routing.routed_rows(), step.hidden);
 
   work.tasks.clear();
   for (const ExpertRows& expert : work.routing.active()) {
-    add_tasks(work.tasks, 0, expert, step.blocking.template tokens_for<E>(step.intermediate), step.hidden,
-              gemm::Blocking::kOutRows);
+    add_tasks(work.tasks, 0, expert, step.blocking.template tokens_for<Kernel>(step.intermediate), step.hidden,
+              gemm::Blocking::kOutRows<Kernel>);
   }
   run_region(step, PhaseGroup::kForwardDown, [&](Worker<Kernel>& worker, const Task& task) {
     const ExpertRows& expert = *task.expert;
@@ -167,20 +159,18 @@ void forward_down(Step<Kernel>& step) {
     worker.time(Phase::kDownGemm, [&] {
       const auto terms =
           adapted_terms<Kernel>(step.weights.down[e], step.lora.down, e, task.col,
-                                panels_of<Kernel>(h_panels, step.intermediate, expert, task.row),
-                                panels_of<Kernel>(u_down, step.lora.down.rank(), expert, task.row));
+                                operand_of<Kernel>(h_operand, step.intermediate, expert, task.row),
+                                operand_of<Kernel>(u_down, step.lora.down.rank(), expert, task.row));
       const std::array<std::span<const gemm::Term<E>>, 1> outputs{{terms}};
       const float* weights = work.routing.weight_of_row() + expert.row_begin + task.row;
       const MatrixView<float> rows = rows_of(out, expert, task.row);
-      gemm::gemm_nt<Kernel>(
-          worker.gemm, task.cols, task.rows, expert.rows, outputs,
-          [&](const std::array<gemm::Block, 1>& blocks) {
-            const gemm::Block& d = blocks[0];  // [rows of Wd, tokens]
-            add_bias(d, step.weights.biases.down, e, task.col + d.row);
-            const arch::BlockTarget<float> to{
-                rows.row(d.col) + task.col + d.row, 1, rows.row_stride, false, 1.0F, weights + d.col};
-            Kernel::Rows::store(d.c, d.stride, d.rows, d.cols, to);
-          });
+      gemm::gemm_nt<Kernel>(worker.gemm, task.cols, task.rows, expert.rows, outputs,
+                            [&](const std::array<gemm::TokenBlock, 1>& blocks) {
+                              const gemm::TokenBlock& d = blocks[0];
+                              add_bias(d, step.weights.biases.down, e, task.col + d.out);
+                              gemm::store_tokens<Kernel>(d, rows.row(d.token) + task.col + d.out,
+                                                         rows.row_stride, 1.0F, weights + d.token);
+                            });
     });
   });
 }

@@ -95,11 +95,11 @@ inline void add_tasks(std::vector<Task>& tasks, int kind, const ExpertRows& expe
   }
 }
 
-// The panels of an expert's rows from `row` (a multiple of 16) on, in a buffer [P, k padded, 16].
+// An expert's rows from `row` (a multiple of 16) on in a buffer that holds an operand of gemm_nt, K = k.
 template <class Kernel>
-gemm::Panels<typename Kernel::Compute> panels_of(typename Kernel::Compute* buffer, index_t k,
-                                                 const ExpertRows& expert, index_t row) {
-  const index_t stride = gemm::padded_k<Kernel>(k) * arch::kPanelCols;
+gemm::Panels<typename Kernel::Compute> operand_of(typename Kernel::Compute* buffer, index_t k,
+                                                  const ExpertRows& expert, index_t row) {
+  const index_t stride = gemm::token_stride<Kernel>(k) * arch::kPanelCols;
   return {buffer + (expert.panel_begin + row / arch::kPanelCols) * stride, stride};
 }
 

@@ -28,12 +28,13 @@ struct Task {
 }  // namespace moe
 
 struct Workspace {
-  // S routed rows, P panels of 16 rows; `Stored` and `Compute` are the kernel's types.
-  gemm::Buffer x_panels;         // [P, H, 16] Compute
-  gemm::Buffer u_gate_panels;    // [P, r_gate, 16] Compute: s x Ag^T
-  gemm::Buffer u_up_panels;      // [P, r_up, 16] Compute
-  gemm::Buffer h_panels;         // [P, I, 16] Compute
-  gemm::Buffer u_down_panels;    // [P, r_down, 16] Compute: s h Ad^T
+  // S routed rows, P groups of 16 of them (an expert's begin a new one); `Stored` and `Compute` are the kernel's
+  // types. Operands are laid out as the kernel's gemm_nt wants them (gemm/tokens.hpp).
+  gemm::Buffer x_operand;        // [16 P, H] Compute
+  gemm::Buffer u_gate_operand;   // [16 P, r_gate] Compute: s x Ag^T
+  gemm::Buffer u_up_operand;     // [16 P, r_up] Compute
+  gemm::Buffer h_operand;        // [16 P, I] Compute
+  gemm::Buffer u_down_operand;   // [16 P, r_down] Compute: s h Ad^T
   gemm::Buffer out_rows;         // [S, H] fp32: forward w d, backward grad_x of each route
   gemm::Buffer p_rows;           // [S, H] Stored: grad_y of each row's token
   gemm::Buffer v_down;           // [S, r_down] Stored: s p Bd
@@ -72,7 +73,7 @@ struct Workspace {
   index_t bytes() const {
     index_t total = routing.bytes() + static_cast<index_t>(tasks.capacity() * sizeof(moe::Task));
     for (const gemm::Buffer* buffer :
-         {&x_panels, &u_gate_panels, &u_up_panels, &h_panels, &u_down_panels, &out_rows, &p_rows, &v_down,
+         {&x_operand, &u_gate_operand, &u_up_operand, &h_operand, &u_down_operand, &out_rows, &p_rows, &v_down,
           &grad_h, &grad_gate, &grad_up, &v_gate, &v_up, &row_weight_grad}) {
       total += buffer->bytes();
     }

@@ -1,9 +1,8 @@
-// B operands with AVX2: fp32 panels from rows (copying) and from columns (transposing). Nothing beyond a row's
-// end is read.
+// Panels with AVX2, for oneDNN: fp32, from rows (copying) and from columns (transposing). Nothing beyond a row's end
+// is read.
 #pragma once
 
-#include "amx_sft_moe/arch/avx2/vector.hpp"
-#include "amx_sft_moe/arch/portable/rows.hpp"
+#include "amx_sft_moe/arch/avx2/rows.hpp"
 
 AMX_SFT_MOE_NAMESPACE_BEGIN
 namespace arch::avx2 {
@@ -80,4 +79,21 @@ AMX_SFT_MOE_TARGET_AVX2 inline void pack_columns(const RowSource<S>& src, index_
 }
 
 }  // namespace arch::avx2
+
+namespace arch {
+
+struct Avx2PanelRows : Avx2Rows {
+  template <class E, class S>
+  static void pack_rows(const RowSource<S>& src, index_t k, index_t k_padded, index_t cols, float scale,
+                        E* panels, index_t panel_stride) {
+    avx2::pack_rows(src, k, k_padded, cols, scale, panels, panel_stride);
+  }
+  template <class E, class S>
+  static void pack_columns(const RowSource<S>& src, index_t cols, index_t k, index_t k_padded, E* panels,
+                           index_t panel_stride) {
+    avx2::pack_columns(src, cols, k, k_padded, panels, panel_stride);
+  }
+};
+
+}  // namespace arch
 AMX_SFT_MOE_NAMESPACE_END

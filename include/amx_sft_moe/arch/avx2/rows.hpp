@@ -1,24 +1,14 @@
-// Row operations with AVX2: the same interface and the same meaning as PortableRows, whose functions serve
+// Row operations with AVX2: what a kernel of strips needs of PortableRows, with the same meaning; its functions serve
 // whatever has no adjacent columns.
 #pragma once
 
-#include "amx_sft_moe/arch/avx2/pack.hpp"
+#include "amx_sft_moe/arch/avx2/vector.hpp"
+#include "amx_sft_moe/arch/portable/rows.hpp"
 
 AMX_SFT_MOE_NAMESPACE_BEGIN
 namespace arch {
 
 struct Avx2Rows {
-  template <class E, class S>
-  static void pack_rows(const RowSource<S>& src, index_t k, index_t k_padded, index_t cols, float scale,
-                        E* panels, index_t panel_stride) {
-    avx2::pack_rows(src, k, k_padded, cols, scale, panels, panel_stride);
-  }
-  template <class E, class S>
-  static void pack_columns(const RowSource<S>& src, index_t cols, index_t k, index_t k_padded, E* panels,
-                           index_t panel_stride) {
-    avx2::pack_columns(src, cols, k, k_padded, panels, panel_stride);
-  }
-
   template <class E, class S>
   AMX_SFT_MOE_TARGET_AVX2 static void stage(const RowSource<S>& src, index_t rows, index_t k, index_t k_padded,
                                             E* dst, index_t dst_stride) {

@@ -1,9 +1,8 @@
-// Products for few tokens that read the weights where they lie: packing or staging them would cost as much as
-// the products.
+// Register tiles of the products for few rows of A, see arch/in_place.hpp.
 #pragma once
 
 #include "amx_sft_moe/arch/avx512/vector.hpp"
-#include "amx_sft_moe/arch/operands.hpp"
+#include "amx_sft_moe/arch/in_place.hpp"
 
 AMX_SFT_MOE_NAMESPACE_BEGIN
 namespace arch::avx512 {
@@ -52,78 +51,82 @@ AMX_SFT_MOE_INLINE AMX_SFT_MOE_TARGET_AVX512 void in_place_steps(const float (&a
   }
 }
 
-// C [Rows, cols] += A [Rows, k] x B [k, cols], B's columns adjacent; C, in L1, has room for whole panels.
-template <int Rows, class S>
-AMX_SFT_MOE_TARGET_AVX512 void multiply_in_place(const float* a, index_t a_stride, const RowSource<S>& b,
-                                                 index_t k, index_t cols, float* c, index_t c_stride) {
-  constexpr int kDepth = 4;
-  constexpr index_t kAhead = 16;  // rows of B
-  index_t kk = 0;
-  for (; kk + kDepth <= k; kk += kDepth) {
-    const S* row[std::size_t{kDepth}];
-    const S* ahead[std::size_t{kDepth}];
-    float value[std::size_t{Rows}][std::size_t{kDepth}];
-    AMX_SFT_MOE_UNROLL
-    for (int d = 0; d < kDepth; ++d) {
-      row[d] = b.row(kk + d);
-      ahead[d] = kk + kAhead + d < k ? b.row(kk + kAhead + d) : row[d];
+struct InPlaceTiles {
+  // C [Rows, cols] += A [Rows, k] x B [k, cols], B's columns adjacent; C, in L1, has room for whole panels.
+  template <int Rows, class S>
+  AMX_SFT_MOE_TARGET_AVX512 static void rows_in_place(const float* a, index_t a_stride, const RowSource<S>& b,
+                                                      index_t k, index_t cols, float* c, index_t c_stride) {
+    constexpr int kDepth = 4;
+    constexpr index_t kAhead = 16;  // rows of B
+    index_t kk = 0;
+    for (; kk + kDepth <= k; kk += kDepth) {
+      const S* row[std::size_t{kDepth}];
+      const S* ahead[std::size_t{kDepth}];
+      float value[std::size_t{Rows}][std::size_t{kDepth}];
+      AMX_SFT_MOE_UNROLL
+      for (int d = 0; d < kDepth; ++d) {
+        row[d] = b.row(kk + d);
+        ahead[d] = kk + kAhead + d < k ? b.row(kk + kAhead + d) : row[d];
+      }
+      AMX_SFT_MOE_UNROLL
+      for (int r = 0; r < Rows; ++r) _mm_storeu_ps(value[r], _mm_loadu_ps(a + r * a_stride + kk));
+      in_place_steps(value, row, ahead, cols, c, c_stride);
     }
-    AMX_SFT_MOE_UNROLL
-    for (int r = 0; r < Rows; ++r) _mm_storeu_ps(value[r], _mm_loadu_ps(a + r * a_stride + kk));
-    in_place_steps(value, row, ahead, cols, c, c_stride);
+    for (; kk < k; ++kk) {
+      const S* row[1] = {b.row(kk)};
+      float value[std::size_t{Rows}][1];
+      for (int r = 0; r < Rows; ++r) value[r][0] = a[r * a_stride + kk];
+      in_place_steps(value, row, row, cols, c, c_stride);
+    }
   }
-  for (; kk < k; ++kk) {
-    const S* row[1] = {b.row(kk)};
-    float value[std::size_t{Rows}][1];
-    for (int r = 0; r < Rows; ++r) value[r][0] = a[r * a_stride + kk];
-    in_place_steps(value, row, row, cols, c, c_stride);
-  }
-}
 
-// c [Rows, Tokens] += W's rows x x^T, dot products along K, while the rows ahead[0], ahead[1], ... come to L1.
-template <int Rows, int Tokens, class S>
-AMX_SFT_MOE_TARGET_AVX512 void dot(const S* const* row, const S* const* ahead, const float* x, index_t x_stride,
-                                   index_t k, float* c, index_t c_stride) {
-  constexpr index_t kChunk = 64 / static_cast<index_t>(sizeof(S));  // a line of W
-  __m512 sum[std::size_t{Rows}][std::size_t{Tokens}];
-  AMX_SFT_MOE_UNROLL
-  for (int r = 0; r < Rows; ++r) {
+  // C [Tokens, Rows] += X [Tokens, k] x rows^T.
+  template <int Rows, int Tokens, class S>
+  AMX_SFT_MOE_TARGET_AVX512 static void dot(const S* const* row, const S* const* ahead, index_t ahead_shift,
+                                            const float* x, index_t x_stride, index_t k, float* c,
+                                            index_t c_stride) {
+    constexpr index_t kChunk = 64 / static_cast<index_t>(sizeof(S));  // a line of W
+    __m512 sum[std::size_t{Rows}][std::size_t{Tokens}];
     AMX_SFT_MOE_UNROLL
-    for (int t = 0; t < Tokens; ++t) sum[r][t] = _mm512_setzero_ps();
-  }
-  index_t kk = 0;
-  for (; kk + kChunk <= k; kk += kChunk) {
-    AMX_SFT_MOE_UNROLL
-    for (int r = 0; r < Rows; ++r) _mm_prefetch(reinterpret_cast<const char*>(ahead[r] + kk), _MM_HINT_T0);
-    for (index_t at = kk; at < kk + kChunk; at += 16) {
-      __m512 line[std::size_t{Rows}];
+    for (int r = 0; r < Rows; ++r) {
       AMX_SFT_MOE_UNROLL
-      for (int r = 0; r < Rows; ++r) line[r] = load16(row[r] + at);
+      for (int t = 0; t < Tokens; ++t) sum[r][t] = _mm512_setzero_ps();
+    }
+    index_t kk = 0;
+    for (; kk + kChunk <= k; kk += kChunk) {
       AMX_SFT_MOE_UNROLL
-      for (int t = 0; t < Tokens; ++t) {
-        const __m512 value = _mm512_loadu_ps(x + t * x_stride + at);
+      for (int r = 0; r < Rows; ++r)
+        _mm_prefetch(reinterpret_cast<const char*>(ahead[r] + (kk >> ahead_shift)), _MM_HINT_T0);
+      for (index_t at = kk; at < kk + kChunk; at += 16) {
+        __m512 line[std::size_t{Rows}];
         AMX_SFT_MOE_UNROLL
-        for (int r = 0; r < Rows; ++r) sum[r][t] = _mm512_fmadd_ps(line[r], value, sum[r][t]);
+        for (int r = 0; r < Rows; ++r) line[r] = load16(row[r] + at);
+        AMX_SFT_MOE_UNROLL
+        for (int t = 0; t < Tokens; ++t) {
+          const __m512 value = _mm512_loadu_ps(x + t * x_stride + at);
+          AMX_SFT_MOE_UNROLL
+          for (int r = 0; r < Rows; ++r) sum[r][t] = _mm512_fmadd_ps(line[r], value, sum[r][t]);
+        }
       }
     }
-  }
-  for (; kk < k; kk += 16) {
-    const __mmask16 lanes = mask16(k - kk);
-    AMX_SFT_MOE_UNROLL  // accumulators that a loop indexes would lie in memory
-        for (int r = 0; r < Rows; ++r) {
-      const __m512 line = load16(row[r] + kk, lanes);
-      AMX_SFT_MOE_UNROLL
-      for (int t = 0; t < Tokens; ++t) {
-        sum[r][t] = _mm512_fmadd_ps(line, load16(x + t * x_stride + kk, lanes), sum[r][t]);
+    for (; kk < k; kk += 16) {
+      const __mmask16 lanes = mask16(k - kk);
+      AMX_SFT_MOE_UNROLL  // accumulators that a loop indexes would lie in memory
+          for (int r = 0; r < Rows; ++r) {
+        const __m512 line = load16(row[r] + kk, lanes);
+        AMX_SFT_MOE_UNROLL
+        for (int t = 0; t < Tokens; ++t) {
+          sum[r][t] = _mm512_fmadd_ps(line, load16(x + t * x_stride + kk, lanes), sum[r][t]);
+        }
       }
     }
-  }
-  AMX_SFT_MOE_UNROLL
-  for (int r = 0; r < Rows; ++r) {
     AMX_SFT_MOE_UNROLL
-    for (int t = 0; t < Tokens; ++t) c[r * c_stride + t] += _mm512_reduce_add_ps(sum[r][t]);
+    for (int r = 0; r < Rows; ++r) {
+      AMX_SFT_MOE_UNROLL
+      for (int t = 0; t < Tokens; ++t) c[t * c_stride + r] += _mm512_reduce_add_ps(sum[r][t]);
+    }
   }
-}
+};
 
 }  // namespace arch::avx512
 AMX_SFT_MOE_NAMESPACE_END

@@ -33,7 +33,7 @@ struct OneDnnMicrokernel {
   }
   static constexpr index_t fitted_k_tile(index_t) { return kKUnit; }
 
-  // See RegisterTiles::block.
+  // C [rows, cols] = sum of the segments, see gemm/blocks.hpp.
   static void block(Session& session, int /*pattern*/, const Segments<E>& segments, index_t rows,
                     index_t /*cols*/, float* c, index_t c_stride) {
     if (segments.count == 0) return clear(c, rows * c_stride);

@@ -3,47 +3,40 @@
 #pragma once
 
 #include <cstring>
-#include <utility>
 
-#include "amx_sft_moe/arch/register_tiles.hpp"
+#include "amx_sft_moe/arch/strips.hpp"
 
 AMX_SFT_MOE_NAMESPACE_BEGIN
 namespace arch {
 
 // 4 x 8 accumulators are 8 of the 16 xmm registers; 2 hold B and 1 the broadcast element of A, and mul + add
-// (there is no FMA in SSE2) needs one more. 6 x 8 spills with GCC 12. 8 x 4 for at most 4 columns (tokens).
-struct PortableMicrokernel : RegisterTiles<PortableMicrokernel, float, 4, 8, 32, 8, 8> {
-  template <int Rows, int Cols>
-  static void tile(const Segments<float>& segments, index_t i, index_t j, float* c, index_t c_stride) {
-    constexpr int kVectors = Cols / 4;
-    constexpr index_t kChunk = 32;  // steps between two prefetches of a row: a line of bf16
-    Vec4 sum[std::size_t{Rows}][std::size_t{kVectors}] = {};
-    for (int s = 0; s < segments.count; ++s) {
-      const Segment<float>& segment = segments.at[s];
-      const float* a = segment.a + i * segment.a_stride;
-      const float* b = segment.b + j / kPanelCols * segment.panel_stride + j % kPanelCols;
-      for (index_t k = 0; k < segment.k;) {
-        const index_t stop = k + kChunk < segment.k ? k + kChunk : segment.k;
-        if (s == 0) segments.ahead.prefetch(i, Rows, k, stop);
-        for (; k < stop; ++k, b += kPanelCols) {
-          Vec4 line[std::size_t{kVectors}];
-          AMX_SFT_MOE_UNROLL
-          for (int v = 0; v < kVectors; ++v) line[v] = load4(b + 4 * v);
-          AMX_SFT_MOE_UNROLL
-          for (int r = 0; r < Rows; ++r) {
-            const float value = a[r * segment.a_stride + k];
-            AMX_SFT_MOE_UNROLL
-            for (int v = 0; v < kVectors; ++v) sum[r][v] += value * line[v];
-          }
-        }
-      }
+// (there is no FMA in SSE2) needs one more. 6 x 8 spills with GCC 12. So a panel is two products of 8 columns.
+struct PortableMicrokernel : StripTiles<PortableMicrokernel, float, 4, 1> {
+  // src [k, cols], columns adjacent -> strip, whole panels of it.
+  template <class S>
+  static void strip_of_rows(const RowSource<S>& src, index_t k, index_t cols, float* strip) {
+    const index_t padded = round_up(cols, kPanelCols);
+    for (index_t kk = 0; kk < k; ++kk, strip += kStripCols) {
+      const S* row = src.row(kk);
+      for (index_t j = 0; j < cols; ++j) strip[j] = to_float(row[j]);
+      for (index_t j = cols; j < padded; ++j) strip[j] = 0.0F;
     }
-    for (int r = 0; r < Rows; ++r) {
-      for (int v = 0; v < kVectors; ++v) {
-        const Vec4 value = sum[r][v];  // the address of an accumulator would keep all of them in memory
-        std::memcpy(c + r * c_stride + 4 * v, &value, sizeof(value));
-      }
+  }
+  // src [cols, k], K adjacent -> strip, whole panels of it.
+  template <class S>
+  static void strip_of_columns(const RowSource<S>& src, index_t cols, index_t k, float* strip) {
+    const index_t padded = round_up(cols, kPanelCols);
+    for (index_t j = 0; j < padded; ++j) {
+      const S* row = j < cols ? src.row(j) : nullptr;
+      for (index_t kk = 0; kk < k; ++kk) strip[kk * kStripCols + j] = row == nullptr ? 0.0F : to_float(row[kk]);
     }
+  }
+
+  template <int Rows, int Panels>
+  static void tile(const float* a, index_t a_stride, const float* strip, index_t steps, float* c,
+                   index_t c_stride, PacedPrefetch& ahead) {
+    half<Rows>(a, a_stride, strip, steps, c, c_stride, &ahead);
+    half<Rows>(a, a_stride, strip + 8, steps, c + 8, c_stride, nullptr);
   }
 
  private:
@@ -52,6 +45,35 @@ struct PortableMicrokernel : RegisterTiles<PortableMicrokernel, float, 4, 8, 32,
     Vec4 value;
     std::memcpy(&value, p, sizeof(value));
     return value;
+  }
+
+  template <int Rows>
+  static void half(const float* a, index_t a_stride, const float* strip, index_t steps, float* c,
+                   index_t c_stride, PacedPrefetch* ahead) {
+    Vec4 sum[std::size_t{Rows}][2];
+    AMX_SFT_MOE_UNROLL
+    for (int r = 0; r < Rows; ++r) {
+      sum[r][0] = load4(c + r * c_stride);
+      sum[r][1] = load4(c + r * c_stride + 4);
+    }
+    for (index_t k = 0; k < steps; ++k, strip += kStripCols) {
+      if (ahead != nullptr) ahead->step();
+      const Vec4 low = load4(strip);
+      const Vec4 high = load4(strip + 4);
+      AMX_SFT_MOE_UNROLL
+      for (int r = 0; r < Rows; ++r) {
+        const float value = a[r * a_stride + k];
+        sum[r][0] += value * low;
+        sum[r][1] += value * high;
+      }
+    }
+    AMX_SFT_MOE_UNROLL
+    for (int r = 0; r < Rows; ++r) {
+      const Vec4 low = sum[r][0];  // the address of an accumulator would keep all of them in memory
+      const Vec4 high = sum[r][1];
+      std::memcpy(c + r * c_stride, &low, sizeof(low));
+      std::memcpy(c + r * c_stride + 4, &high, sizeof(high));
+    }
   }
 };
 

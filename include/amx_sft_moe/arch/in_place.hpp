@@ -1,0 +1,78 @@
+// Products for few rows of A that read B where it lies: making a strip would cost as much as its products. How
+// they are cut into register tiles; the tiles are the microkernels'.
+#pragma once
+
+#include <algorithm>
+#include <utility>
+
+#include "amx_sft_moe/arch/operands.hpp"
+
+AMX_SFT_MOE_NAMESPACE_BEGIN
+namespace arch {
+
+// Tiles has, with its own target attribute, for 1 <= R <= MostRows; 1 <= O <= DotOuts and 1 <= T <= DotTokens:
+//   template <int R, class S>          // C [R, cols] += A [R, k] x B [k, cols], B's columns adjacent
+//   static void rows_in_place(const float* a, index_t a_stride, const RowSource<S>& b, index_t k, index_t cols,
+//                             float* c, index_t c_stride);
+//   template <int O, int T, class S>   // C [T, O] += X [T, k] x rows^T, dot products along K
+//   static void dot(const S* const* rows, const S* const* ahead, index_t ahead_shift, const float* x,
+//                   index_t x_stride, index_t k, float* c, index_t c_stride);
+// where of ahead[0], ahead[1], ... the elements [0, k >> ahead_shift) may be fetched.
+template <class Tiles, int MostRows, int DotOuts, int DotTokens>
+struct InPlaceProducts {
+  // Rows of A in gemm_nn, tokens in gemm_nt, up to which weights are read in place.
+  static constexpr int kInPlaceRows = MostRows;
+
+  // C [rows, cols] += A [rows, k] x B [k, cols], B's columns adjacent; C's rows have room for whole panels.
+  template <class S>
+  static void multiply_in_place(const float* a, index_t a_stride, index_t rows, const RowSource<S>& b,
+                                index_t k, index_t cols, float* c, index_t c_stride) {
+    rows_of<S>(rows)(a, a_stride, b, k, cols, c, c_stride);
+  }
+
+  // C [tokens, outs] += X [tokens, k] x W^T, W [outs, k] with its columns adjacent. Each pass over some rows of W
+  // asks for its share of the next ones: memory does not wait for arithmetic.
+  template <class S>
+  static void dot_in_place(const RowSource<S>& w, index_t outs, const float* x, index_t x_stride,
+                           index_t tokens, index_t k, float* c, index_t c_stride) {
+    const index_t ahead_shift = tokens > DotTokens ? 1 : 0;
+    for (index_t o = 0; o < outs; o += DotOuts) {
+      for (index_t t = 0; t < tokens; t += DotTokens) {
+        const S* row[std::size_t{DotOuts}];
+        const S* ahead[std::size_t{DotOuts}];
+        for (index_t i = 0; i < DotOuts; ++i) {
+          row[i] = w.row(std::min(o + i, outs - 1));
+          ahead[i] = w.row(std::min(o + i + DotOuts, outs - 1)) + (t > 0 ? k / 2 : 0);
+        }
+        dot_of<S>(outs - o, tokens - t)(row, ahead, ahead_shift, x + t * x_stride, x_stride, k,
+                                        c + t * c_stride + o, c_stride);
+      }
+    }
+  }
+
+ private:
+  template <class S>
+  using Rows = void (*)(const float*, index_t, const RowSource<S>&, index_t, index_t, float*, index_t);
+  template <class S>
+  static Rows<S> rows_of(index_t rows) {
+    return []<int... Less>(index_t n, std::integer_sequence<int, Less...>) {
+      constexpr Rows<S> kOf[] = {&Tiles::template rows_in_place<Less + 1, S>...};
+      return kOf[n];
+    }(rows - 1, std::make_integer_sequence<int, MostRows>{});
+  }
+
+  template <class S>
+  using Dot = void (*)(const S* const*, const S* const*, index_t, const float*, index_t, index_t, float*,
+                       index_t);
+  template <class S>
+  static Dot<S> dot_of(index_t outs, index_t tokens) {
+    return []<int... N>(index_t n, std::integer_sequence<int, N...>) {
+      constexpr Dot<S> kOf[] = {&Tiles::template dot<N / DotTokens + 1, N % DotTokens + 1, S>...};
+      return kOf[n];
+    }((std::min<index_t>(outs, DotOuts) - 1) * DotTokens + std::min<index_t>(tokens, DotTokens) - 1,
+           std::make_integer_sequence<int, DotOuts * DotTokens>{});
+  }
+};
+
+}  // namespace arch
+AMX_SFT_MOE_NAMESPACE_END

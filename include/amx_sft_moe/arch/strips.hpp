@@ -1,0 +1,102 @@
+// Products with strips: a strip is 64 columns of B, a few steps of K deep, small enough for L1, packed where B is
+// read and used at once by all rows of A:
+//
+//     strip, float: [K][64 columns]          strip, bf16: [K / 2][64 columns][2]
+//
+// What microkernels over strips share: how rows are cut into register tiles, and how the memory that is read
+// next is asked for meanwhile.
+#pragma once
+
+#include <utility>
+
+#include "amx_sft_moe/arch/operands.hpp"
+
+AMX_SFT_MOE_NAMESPACE_BEGIN
+namespace arch {
+
+// A piece of a row of bf16 is two cache lines, which hardware fetches in pairs anyway, and a product of 6 rows needs
+// so few row pointers that none is spilled: with 12 rows x 32 columns the compiler kept four of them in vector
+// registers, whose moves compete with the arithmetic.
+inline constexpr index_t kStripCols = 64;
+
+// Memory that the next strip is made from: `rows` pieces of row_bytes each, `stride` bytes apart. Hardware
+// prefetchers do not see it coming: its rows lie on different pages.
+struct BytesAhead {
+  const char* data = nullptr;
+  index_t stride = 0;
+  index_t rows = 0;  // 0: nothing
+  index_t row_bytes = 0;
+};
+
+// Asks for that memory evenly over the steps of a product. A burst would fill the line fill buffers, and the
+// product's own loads would wait for one.
+class PacedPrefetch {
+ public:
+  PacedPrefetch(const BytesAhead& ahead, index_t steps) : ahead_(ahead), left_(kNever) {
+    if (ahead.rows == 0) return;
+    burst_ = ceil_div(ahead.rows, steps);
+    every_ = burst_ > 1 ? 1 : ceil_div(steps, ahead.rows);
+    left_ = every_;
+  }
+
+  AMX_SFT_MOE_INLINE void step() {
+    if (--left_ > 0) return;
+    for (index_t row = 0; row < burst_; ++row, ahead_.data += ahead_.stride) {
+      for (index_t byte = 0; byte < ahead_.row_bytes; byte += 64) __builtin_prefetch(ahead_.data + byte, 0, 2);
+    }
+    ahead_.rows -= burst_;
+    left_ = ahead_.rows > 0 ? every_ : kNever;
+  }
+
+ private:
+  static constexpr index_t kNever = index_t{1} << 62;
+
+  BytesAhead ahead_;
+  index_t burst_ = 0;
+  index_t every_ = 0;
+  index_t left_;
+};
+
+// Micro has, with its own target attribute, for 1 <= R <= Rows and 1 <= P <= Panels:
+//   template <int R, int P>
+//   static void tile(const E* a, index_t a_stride, const E* strip, index_t steps, float* c, index_t c_stride,
+//                    PacedPrefetch& ahead);
+// which adds to C [R, 16 P] the products of `steps` pairings (arch/operands.hpp) along K.
+template <class Micro, class E, int Rows, int Panels>
+struct StripTiles {
+  static constexpr index_t kCols = Panels * kPanelCols;
+  static_assert(kStripCols % kCols == 0);
+  using Element = E;
+  static constexpr index_t kKUnit = kPairing<E>;  // A and strips are padded with zeros to multiples of it
+  static constexpr bool kStrips = true;
+  struct Session {};  // nothing to keep per thread
+
+  // C [rows, cols] += A [rows, k] x strip; k a multiple of kKUnit. C's rows have room for a whole strip.
+  static void multiply(const E* a, index_t a_stride, index_t rows, const E* strip, index_t k, index_t cols,
+                       float* c, index_t c_stride, const BytesAhead& ahead) {
+    const index_t tiles = ceil_div(rows, index_t{Rows});
+    const index_t height = ceil_div(rows, tiles);  // equal: a last tile of few rows would not hide the latency
+    const index_t steps = k / kKUnit;
+    PacedPrefetch paced(ahead, tiles * ceil_div(cols, kCols) * steps);
+    for (index_t j = 0; j < cols; j += kCols) {
+      const index_t panels = cols - j < kCols ? ceil_div(cols - j, kPanelCols) : Panels;
+      for (index_t i = 0; i < rows; i += height) {
+        const index_t here = rows - i < height ? rows - i : height;
+        tile_of(here, panels)(a + i * a_stride, a_stride, strip + j * kKUnit, steps, c + i * c_stride + j,
+                              c_stride, paced);
+      }
+    }
+  }
+
+ private:
+  using Tile = void (*)(const E*, index_t, const E*, index_t, float*, index_t, PacedPrefetch&);
+  static Tile tile_of(index_t rows, index_t panels) {
+    return []<int... N>(index_t n, std::integer_sequence<int, N...>) {
+      constexpr Tile kTiles[] = {&Micro::template tile<N / Panels + 1, N % Panels + 1>...};
+      return kTiles[n];
+    }((rows - 1) * Panels + panels - 1, std::make_integer_sequence<int, Rows * Panels>{});
+  }
+};
+
+}  // namespace arch
+AMX_SFT_MOE_NAMESPACE_END

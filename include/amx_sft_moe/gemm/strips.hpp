@@ -1,0 +1,146 @@
+// The loop nests of kernels that multiply strips (arch/strips.hpp), on one thread. Both keep A in rows and add to
+// C [rows, columns] in L1 or L2:
+//
+//   B's rows are K (gemm_nn, gemm_tn)              B's rows are columns (gemm_nt)
+//     for each block of K                            for each strip of 64 columns
+//       for each strip of 64 columns                   for each block of K
+//         pack it from rows of B                         pack it from rows of B, transposing
+//         C += A's block x strip                         C += A's block x strip
+//
+// While a strip is multiplied, the memory of the one that follows on the same rows of B is on its way. An element
+// of C is one chain of products along K whatever the block sizes: the same bits.
+#pragma once
+
+#include <algorithm>
+
+#include "amx_sft_moe/arch/strips.hpp"
+#include "amx_sft_moe/gemm/operand.hpp"
+#include "amx_sft_moe/gemm/scratch.hpp"
+
+AMX_SFT_MOE_NAMESPACE_BEGIN
+namespace gemm {
+
+// Steps of K that a strip of rows is deep. 32 rows of B, and the 32 that come next, are 64 pages: the data TLB of a
+// core holds 64 to 96, and strips of 64 read memory slower. Many rows of A rather want C passing through registers
+// less often.
+constexpr index_t row_strip_depth(index_t rows) {
+  constexpr index_t kFewRows = 48;
+  return rows <= kFewRows ? 32 : 64;
+}
+// A strip of columns is read along 64 rows whatever its depth: 16 KiB, a third of L1.
+inline constexpr index_t kColumnStripDepth = 64;
+
+// Floats from row to row of C: whole strips, and rows not 4 KiB apart.
+constexpr index_t strips_stride(index_t cols) {
+  return round_up(cols, arch::kStripCols) + arch::kPanelCols;
+}
+
+// Rows [0, rows) of A's columns [0, k), K adjacent and zeros up to the kernel's unit: where they lie, or staged.
+template <class Kernel>
+arch::RowSource<typename Kernel::Compute> strip_rows(Scratch& scratch, const AnyRows& a, index_t rows,
+                                                     index_t k) {
+  using E = typename Kernel::Compute;
+  constexpr index_t kUnit = Kernel::Microkernel::kKUnit;
+  if (const E* direct = a.template direct<E>(); direct != nullptr && k % kUnit == 0) {
+    return {direct, a.row_stride(), 1, nullptr};
+  }
+  const index_t stride = round_up(k, arch::kPanelCols);
+  E* staged = scratch.a_rows.template as<E>(rows * stride);
+  a.visit([&](const auto& source) {
+    Kernel::Rows::template stage<E>(source, rows, k, round_up(k, kUnit), staged, stride);
+  });
+  return {staged, stride, 1, nullptr};
+}
+
+// B's rows with their elements adjacent: themselves, or a copy of [rows, cols].
+template <class Kernel, class F>
+void with_adjacent_rows(Scratch& scratch, const AnyRows& b, index_t rows, index_t cols, F&& f) {
+  using E = typename Kernel::Compute;
+  if (b.col_stride() == 1) return b.visit(std::forward<F>(f));
+  E* staged = scratch.b_rows.template as<E>(rows * cols);
+  b.visit([&](const auto& source) { Kernel::Rows::template stage<E>(source, rows, cols, cols, staged, cols); });
+  std::forward<F>(f)(arch::RowSource<E>{staged, cols, 1, nullptr});
+}
+
+// What of rows [row, row + count) of `source` lies from column `col` on, to be fetched ahead.
+template <class S>
+arch::BytesAhead bytes_ahead(const arch::RowSource<S>& source, index_t row, index_t count, index_t col,
+                             index_t cols) {
+  if (source.row_index != nullptr || count <= 0) return {};
+  constexpr index_t kSize = sizeof(S);
+  return {reinterpret_cast<const char*>(source.row(row) + col), source.row_stride * kSize, count, cols * kSize};
+}
+
+// Some kernels have, for few rows of A, products that read B where it lies.
+template <class Kernel>
+concept MultipliesInPlace = requires { Kernel::Microkernel::kInPlaceRows; };
+
+// C [rows, cols] += A [rows, k] x B [k, cols].
+template <class Kernel>
+void multiply_rows(Scratch& scratch, const AnyRows& a, index_t rows, const AnyRows& b, index_t k, index_t cols,
+                   float* c, index_t c_stride) {
+  using Micro = typename Kernel::Microkernel;
+  using E = typename Kernel::Compute;
+  if constexpr (MultipliesInPlace<Kernel>) {
+    if (rows <= Micro::kInPlaceRows && k > 0) {
+      const auto a_rows = strip_rows<Kernel>(scratch, a, rows, k);
+      return with_adjacent_rows<Kernel>(scratch, b, k, cols, [&](const auto& source) {
+        Micro::multiply_in_place(a_rows.data, a_rows.row_stride, rows, source, k, cols, c, c_stride);
+      });
+    }
+  }
+  const index_t depth = row_strip_depth(rows);
+  E* strip = scratch.b_panels.template as<E>(depth * arch::kStripCols);
+  for (index_t kk = 0; kk < k; kk += depth) {
+    const index_t here = std::min(depth, k - kk);
+    const auto a_block = strip_rows<Kernel>(scratch, a.from(0, kk), rows, here);
+    const bool in_place = b.col_stride() == 1;
+    with_adjacent_rows<Kernel>(scratch, b.from(kk, 0), here, cols, [&](const auto& source) {
+      for (index_t j = 0; j < cols; j += arch::kStripCols) {
+        const index_t wide = std::min(arch::kStripCols, cols - j);
+        const index_t next = in_place ? std::min(depth, k - kk - here) : 0;
+        Micro::strip_of_rows(source.from_column(j), here, wide, strip);
+        Micro::multiply(a_block.data, a_block.row_stride, rows, strip, round_up(here, Micro::kKUnit), wide,
+                        c + j, c_stride, bytes_ahead(source, here, next, j, wide));
+      }
+    });
+  }
+}
+
+// C [tokens, out] += X [tokens, k] x W^T, W [out, k]; X in rows `x_stride` apart, zeros up to the kernel's unit. Dot
+// products and strips differ in the order of summation; all_tokens, of the expert of which these are some, decide,
+// and not how this machine's caches cut them into tasks: the same bits on every machine.
+template <class Kernel>
+void multiply_columns(Scratch& scratch, const typename Kernel::Compute* x, index_t x_stride, index_t tokens,
+                      index_t all_tokens, const AnyRows& w, index_t out, index_t k, float* c,
+                      index_t c_stride) {
+  using Micro = typename Kernel::Microkernel;
+  using E = typename Kernel::Compute;
+  if constexpr (MultipliesInPlace<Kernel>) {
+    if (all_tokens <= Micro::kInPlaceRows && k > 0) {
+      return with_adjacent_rows<Kernel>(scratch, w, out, k, [&](const auto& source) {
+        Micro::dot_in_place(source, out, x, x_stride, tokens, k, c, c_stride);
+      });
+    }
+  }
+  constexpr index_t kDepth = kColumnStripDepth;
+  E* strip = scratch.b_panels.template as<E>(kDepth * arch::kStripCols);
+  with_adjacent_rows<Kernel>(scratch, w, out, k, [&](const auto& source) {
+    for (index_t i = 0; i < out; i += arch::kStripCols) {
+      const index_t wide = std::min(arch::kStripCols, out - i);
+      for (index_t kk = 0; kk < k; kk += kDepth) {
+        const index_t here = std::min(kDepth, k - kk);
+        const bool same_rows = kk + kDepth < k;
+        const index_t next_row = same_rows ? i : i + arch::kStripCols;
+        const index_t next_rows = std::min(arch::kStripCols, out - next_row);
+        const index_t next_k = same_rows ? kk + kDepth : 0;
+        Micro::strip_of_columns(source.from_row(i).from_column(kk), wide, here, strip);
+        Micro::multiply(x + kk, x_stride, tokens, strip, round_up(here, Micro::kKUnit), wide, c + i, c_stride,
+                        bytes_ahead(source, next_row, next_rows, next_k, std::min(kDepth, k - next_k)));
+      }
+    }
+  });
+}
+
+}  // namespace gemm
+AMX_SFT_MOE_NAMESPACE_END

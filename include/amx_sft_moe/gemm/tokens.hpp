@@ -1,0 +1,107 @@
+// How tokens stand in gemm_nt, x [tokens, k] as it comes and C as it goes. Kernels of tiles want x in panels, K
+// outermost, and make C^T [out, tokens]; kernels of strips want x in rows and make C [tokens, out]. The phases of
+// a pass see neither: this file is what they call.
+#pragma once
+
+#include <algorithm>
+
+#include "amx_sft_moe/gemm/operand.hpp"
+
+AMX_SFT_MOE_NAMESPACE_BEGIN
+namespace gemm {
+
+// A kernel that multiplies strips (arch/strips.hpp) instead of packed panels.
+template <class Kernel>
+concept MultipliesStrips = requires { Kernel::Microkernel::kStrips; };
+
+template <class Kernel>
+constexpr index_t padded_k(index_t k) {
+  return round_up(k, Kernel::Microkernel::kKUnit);
+}
+
+// Elements that one token takes in an operand of K = k. Rows 4 KiB apart would compete for the same sets of L1.
+template <class Kernel>
+constexpr index_t token_stride(index_t k) {
+  if constexpr (MultipliesStrips<Kernel>) {
+    constexpr index_t kLine = 64 / static_cast<index_t>(sizeof(typename Kernel::Compute));
+    const index_t stride = round_up(k, kLine);
+    return stride % (16 * kLine) == 0 ? stride + kLine : stride;
+  } else {
+    return padded_k<Kernel>(k);
+  }
+}
+
+// x [tokens, k]: 16 tokens are panel_stride elements, for either kind of kernel.
+template <class Kernel>
+void pack_operand(const AnyRows& x, index_t tokens, index_t k, const Panels<typename Kernel::Compute>& to) {
+  using E = typename Kernel::Compute;
+  x.visit([&](const auto& source) {
+    if constexpr (MultipliesStrips<Kernel>) {
+      Kernel::Rows::template stage<E>(source, tokens, k, padded_k<Kernel>(k), to.data, to.row_stride());
+    } else {
+      Kernel::Rows::template pack_columns<E>(source, tokens, k, padded_k<Kernel>(k), to.data, to.panel_stride);
+    }
+  });
+}
+
+// A block of gemm_nt's result, fp32, valid during the epilogue: outputs [out, out + outs) of tokens [token, token
+// + tokens). In memory it is lines() lines of length() adjacent floats, `stride` apart: a token's outputs, or an
+// output's tokens.
+struct TokenBlock {
+  index_t out, outs;
+  index_t token, tokens;
+  float* c;
+  index_t stride;
+  bool token_lines;
+
+  index_t lines() const { return token_lines ? tokens : outs; }
+  index_t length() const { return token_lines ? outs : tokens; }
+  float* line(index_t i) const { return c + i * stride; }
+};
+
+// data[t * stride + o] = scale * (token_scale[t]) * the block's output o of token t.
+template <class Kernel, class T>
+void store_tokens(const TokenBlock& block, T* data, index_t stride, float scale, const float* token_scale) {
+  using Rows = typename Kernel::Rows;
+  if (!block.token_lines) {
+    const arch::BlockTarget<T> columns{data, 1, stride, false, scale, token_scale};
+    return Rows::store(block.c, block.stride, block.outs, block.tokens, columns);
+  }
+  const index_t together = token_scale == nullptr ? block.tokens : 1;
+  for (index_t t = 0; t < block.tokens; t += together) {
+    const float factor = token_scale == nullptr ? scale : scale * token_scale[t];
+    const arch::BlockTarget<T> rows{data + t * stride, stride, 1, false, factor, nullptr};
+    Rows::store(block.line(t), block.stride, together, block.outs, rows);
+  }
+}
+
+// The block times `scale` as elements [first, first + outs) along the K of an operand with `k` in all, zeros
+// behind the last. `to` begins with the block's first token.
+template <class Kernel>
+void append_operand(const TokenBlock& block, float scale, const Panels<typename Kernel::Compute>& to,
+                    index_t first, index_t k) {
+  using E = typename Kernel::Compute;
+  using Rows = typename Kernel::Rows;
+  const index_t padded = first + block.outs == k ? padded_k<Kernel>(k) - first : block.outs;
+  if constexpr (MultipliesStrips<Kernel>) {
+    store_tokens<Kernel>(block, to.data + first, to.row_stride(), scale, nullptr);
+    if (padded == block.outs) return;
+    for (index_t t = 0; t < block.tokens; ++t) {
+      std::fill_n(to.data + t * to.row_stride() + k, padded - block.outs, from_float<E>(0.0F));
+    }
+  } else {
+    const arch::RowSource<float> steps{block.c, block.stride, 1, nullptr};
+    if constexpr (requires {
+                    Rows::kPairCols;
+                  }) {  // lays panels out in another way, says itself where a step is
+      Rows::template pack_rows<E>(steps, block.outs, padded, block.tokens, scale, to.data, to.panel_stride,
+                                  first);
+    } else {
+      Rows::template pack_rows<E>(steps, block.outs, padded, block.tokens, scale,
+                                  to.data + first * arch::kPanelCols, to.panel_stride);
+    }
+  }
+}
+
+}  // namespace gemm
+AMX_SFT_MOE_NAMESPACE_END

@@ -1,0 +1,90 @@
+// gemm_nt must not let the cut of an expert's tokens into tasks show: a task of few tokens gives the bits that the
+// same tokens have in a task with all of them, also where few tokens of an expert take another path.
+#include <gtest/gtest.h>
+
+#include <cstring>
+#include <numeric>
+#include <vector>
+
+#include "amx_sft_moe/amx_sft_moe.hpp"
+
+namespace {
+
+using namespace amx_sft_moe;  // NOLINT(google-build-using-namespace)
+
+constexpr index_t kOut = 100, kIn = 77;
+
+template <class Kernel>
+class GemmTokens : public testing::Test {
+ protected:
+  using E = typename Kernel::Compute;
+  using W = typename Kernel::Weight;
+
+  GemmTokens() : weights_(kOut * kIn), x_(kMostTokens * kIn) {
+    if (!Kernel::available()) return;
+    for (index_t i = 0; i < kOut * kIn; ++i)
+      weights_[i] = from_float<W>(static_cast<float>(i * 37 % 101 - 50) / 64);
+    for (index_t i = 0; i < kMostTokens * kIn; ++i) x_[i] = static_cast<float>(i * 53 % 89 - 44) / 37;
+  }
+  void SetUp() override {
+    if (!Kernel::available()) GTEST_SKIP() << Kernel::refusal();
+  }
+
+  // Rows [first, first + tokens) of x W^T, of an expert with all_tokens.
+  std::vector<float> product(index_t first, index_t tokens, index_t all_tokens) {
+    const index_t stride = gemm::token_stride<Kernel>(kIn) * arch::kPanelCols;
+    AlignedBuffer<E> packed(ceil_div(tokens, arch::kPanelCols) * stride);
+    const MatrixView<const float> x{x_.data() + first * kIn, tokens, kIn, kIn};
+    gemm::pack_operand<Kernel>(x, tokens, kIn, {packed.data(), stride});
+    const MatrixView<const W> weights{weights_.data(), kOut, kIn, kIn};
+    const std::array<gemm::Term<E>, 1> terms{{{gemm::AnyRows(weights), kIn, {packed.data(), stride}}}};
+    const std::array<std::span<const gemm::Term<E>>, 1> outputs{{terms}};
+    std::vector<float> y(static_cast<std::size_t>(tokens * kOut), std::nanf(""));
+    gemm::ThreadContext<Kernel> thread(scratch_);
+    gemm::gemm_nt<Kernel>(
+        thread, kOut, tokens, all_tokens, outputs, [&](const std::array<gemm::TokenBlock, 1>& blocks) {
+          const gemm::TokenBlock& block = blocks[0];
+          gemm::store_tokens<Kernel>(block, y.data() + block.token * kOut + block.out, kOut, 1.0F, nullptr);
+        });
+    return y;
+  }
+
+  float reference(index_t token, index_t out) const {
+    double sum = 0;
+    for (index_t k = 0; k < kIn; ++k) sum += double{x_[token * kIn + k]} * to_float(weights_[out * kIn + k]);
+    return static_cast<float>(sum);
+  }
+
+  static constexpr index_t kMostTokens = 70;
+  AlignedBuffer<W> weights_;
+  AlignedBuffer<float> x_;
+  gemm::Scratch scratch_;
+};
+
+using Kernels =
+    testing::Types<kernels::Portable<float>, kernels::Portable<bf16>, kernels::Avx2<float>, kernels::Avx2<bf16>,
+                   kernels::Avx512<float>, kernels::Avx512<bf16>, kernels::Avx512Bf16>;
+TYPED_TEST_SUITE(GemmTokens, Kernels);
+
+TYPED_TEST(GemmTokens, ATaskOfFewTokensHasTheBitsOfAll) {
+  const std::vector<float> all = this->product(0, 70, 70);
+  for (const auto& [first, tokens] : {std::pair<index_t, index_t>{64, 6}, {0, 1}, {32, 8}, {48, 22}}) {
+    const std::vector<float> some = this->product(first, tokens, 70);
+    EXPECT_EQ(0, std::memcmp(some.data(), all.data() + first * kOut, some.size() * sizeof(float)))
+        << tokens << " tokens from " << first;
+  }
+}
+
+TYPED_TEST(GemmTokens, EveryNumberOfTokensIsRight) {
+  for (index_t tokens = 1; tokens <= 70; tokens += tokens < 20 ? 1 : 7) {
+    const std::vector<float> y = this->product(0, tokens, tokens);
+    for (index_t t = 0; t < tokens; ++t) {
+      for (index_t o = 0; o < kOut; ++o) {
+        ASSERT_NEAR(this->reference(t, o), y[static_cast<std::size_t>(t * kOut + o)], 0.05)
+            << tokens << " tokens, token " << t << ", output " << o;
+      }
+    }
+  }
+}
+
+}  // namespace
