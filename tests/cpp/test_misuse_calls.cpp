@@ -71,6 +71,10 @@ std::vector<BadCall> bad_routings() {
       {{"tokens", "12", "13"}, [](Call& c) { c.routing.tokens = 13; }},  // max_tokens
       {{"weights.rows", "8", "9"}, [](Call& c) { c.routing.tokens = 8; }},
       {{"expert_ids", "non-null", "null"}, [](Call& c) { c.routing.expert_ids = {}; }},
+      {{"expert_ids", "non-null", "null"},  // of a single token
+       [](Call& c) {
+         c.routing = {1, {}, const_floats(1, 2, 2)};
+       }},
       {{"expert_ids.row_stride", "", "-2"},
        [](Call& c) {
          static const std::int64_t ids[64] = {};
