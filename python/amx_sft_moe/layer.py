@@ -116,7 +116,9 @@ class FrozenExperts:
             "kernel": kernel,
             "num_threads": 0 if num_threads is None else as_int("num_threads", num_threads, 1),
         }
-        self.operator()  # here and not at the first use, what does not fit is refused
+        # Here and not at the first use, what does not fit is refused. All threads take the kernel that this one
+        # found, whatever the environment says by then.
+        self._options["kernel"] = self.operator().kernel
 
     @property
     def weights(self) -> dict[str, torch.Tensor]:

@@ -168,8 +168,8 @@ class SftMoe:
         activation: of the gate, ``act(g) u``: ``"silu"``, ``"gelu"`` (by erf), ``"gelu_tanh"`` (also called
             ``"gelu_pytorch_tanh"``); or ``"gpt_oss"``, or a mapping ``{"limit": 7.0, "alpha": 1.702}``, for
             gpt-oss's clamped form.
-        kernel: ``"auto"`` (the environment variable ``AMX_SFT_MOE_KERNEL`` if set, else the best available)
-            or a name that :func:`amx_sft_moe.info` lists.
+        kernel: ``"auto"`` (the environment variable ``AMX_SFT_MOE_KERNEL`` if set, read here and not again,
+            else the best available) or a name that :func:`amx_sft_moe.info` lists.
         num_threads: threads of a call; ``None``: as many as OpenMP would use.
         workspace: scratch memory to share with other operators.
 

@@ -53,7 +53,7 @@ BiasTensors read_biases(const BiasObjects& objects, const Config& config) {
 
 void bind_bias_gradient(BiasGradients& gradients, std::size_t bias, const Tensor& tensor,
                         const Config& config) {
-  const std::string_view name = kNames[bias];
+  const std::string name = concat("out.", kNames[bias]);
   const index_t length = length_of(bias, config);
   require_float(tensor, name);
   require_shape(tensor, name, {config.num_experts, length});

@@ -75,7 +75,7 @@ LoraTensors read_lora(const LoraObjects& objects, const Config& c, std::optional
 
 void bind_gradient(LoraGradients& gradients, const LoraObjects& objects, const LoraTensors& lora,
                    std::size_t factor, const Tensor& tensor, index_t intermediate) {
-  const std::string_view name = objects.name(factor);
+  const std::string name = concat("out.", objects.name(factor));
   // NOLINTNEXTLINE(bugprone-unchecked-optional-access): asked for where the factor is there
   const Tensor& parameter = *lora.factors[factor];
   require_float(tensor, name);

@@ -8,18 +8,11 @@
 namespace amx_sft_moe::python {
 namespace {
 
-// An unknown kernel, or one that runs nowhere here, is refused when the operator is made and not at its first
-// use.
-void require_kernel(const KernelProvider& kernels, const std::string& kernel) {
+ResolvedKernel resolved(const KernelProvider& kernels, const std::string& kernel, DType weights) {
   try {
-    kernels.resolve(kernel, DType::kBf16);
-  } catch (const KernelError&) {
-    try {
-      kernels.resolve(kernel, DType::kFp32);
-      return;
-    } catch (const KernelError&) {
-    }
-    throw;
+    return {kernels.resolve(kernel, weights), {}};
+  } catch (const KernelError& error) {
+    return {{}, error.what()};
   }
 }
 
@@ -38,6 +31,8 @@ Operator::Operator(const Config& config, std::string kernel, std::optional<float
       requested_kernel_(std::move(kernel)),
       provider_(std::move(provider)),
       kernels_(kernels_of(provider_)),
+      bf16_kernel_(resolved(kernels_, requested_kernel_, DType::kBf16)),
+      fp32_kernel_(resolved(kernels_, requested_kernel_, DType::kFp32)),
       lora_alpha_(lora_alpha),
       workspace_(workspace ? workspace->get() : nullptr) {
   require_at_least("num_experts", index_t{1}, config.num_experts);
@@ -47,7 +42,8 @@ Operator::Operator(const Config& config, std::string kernel, std::optional<float
   require_at_least("cache_depth", index_t{1}, config.cache_depth);
   require_at_least("num_threads", 0, config.num_threads);
   if (config.max_tokens) require_at_least("max_tokens", index_t{0}, *config.max_tokens);
-  require_kernel(kernels_, requested_kernel_);
+  // An unknown kernel, or one that runs nowhere here, is refused now and not at its first use.
+  if (bf16_kernel_.name.empty() && fp32_kernel_.name.empty()) throw KernelError(bf16_kernel_.refusal);
 }
 
 AnySftMoe& Operator::ready() {
@@ -65,7 +61,9 @@ void Operator::set_base(py::handle gate_proj, py::handle up_proj, py::handle dow
       throw StateError(concat("set_base: expected ", name_of(moe_->weight_dtype()), " weights while ",
                               entries_.size(), " forwards wait for their backward, got ", name_of(base.dtype)));
     }
-    moe_ = kernels_.make(requested_kernel_, config_, base.views, {}, workspace_);
+    const ResolvedKernel& kernel = base.dtype == DType::kBf16 ? bf16_kernel_ : fp32_kernel_;
+    if (kernel.name.empty()) throw KernelError(kernel.refusal);
+    moe_ = kernels_.make(kernel.name, config_, base.views, {}, workspace_);
   } else {
     moe_->set_base(base.views);
   }

@@ -36,6 +36,12 @@ class Guard {
   std::atomic_flag& in_use_;
 };
 
+// What a kernel's name came to for one type of weights: the kernel, or why there is none.
+struct ResolvedKernel {
+  std::string name;
+  std::string refusal;
+};
+
 class Operator {
  public:
   // `provider`: see kernels_of().
@@ -82,6 +88,9 @@ class Operator {
   const std::string requested_kernel_;
   const py::object provider_;  // outlives moe_
   const KernelProvider& kernels_;
+  // The environment is asked when the operator is made, and not again.
+  const ResolvedKernel bf16_kernel_;
+  const ResolvedKernel fp32_kernel_;
   const std::optional<float> lora_alpha_;
   const std::shared_ptr<Workspace> workspace_;
   std::unique_ptr<AnySftMoe> moe_;

@@ -7,6 +7,7 @@
 #include <mutex>
 #include <optional>
 
+#include "amx_sft_moe/core/overlap.hpp"
 #include "dlpack_abi.hpp"
 
 namespace amx_sft_moe::python {
@@ -35,7 +36,8 @@ std::string name_of_dlpack(dlpack::DataType type) {
 }
 
 void set_dims(Tensor& tensor, std::string_view argument, std::int64_t dims) {
-  if (dims > kMaxDims) throw ArgumentError(concat(argument, ": expected at most 3 dimensions, got ", dims));
+  if (dims > kMaxDims)
+    throw ArgumentError(concat(argument, ": expected at most ", kMaxDims, " dimensions, got ", dims));
   tensor.dims = static_cast<int>(dims);
 }
 
@@ -255,12 +257,14 @@ void require_writable(const Tensor& tensor, std::string_view argument) {
     throw ArgumentError(concat(argument, ": expected a writable tensor, got a read-only one"));
 }
 
+// Of two or three dimensions.
 void require_apart(const Tensor& tensor, std::string_view argument) {
-  for (int d = 0; d < tensor.dims; ++d) {
-    const auto i = static_cast<std::size_t>(d);
-    if (tensor.shape[i] > 1 && tensor.strides[i] == 0) {
-      refuse_strides(tensor, argument, "elements that do not overlap");
-    }
+  const auto dim = [&](std::size_t d) {
+    return d < static_cast<std::size_t>(tensor.dims) ? Extent{tensor.shape[d], tensor.strides[d]}
+                                                     : Extent{1, 0};
+  };
+  if (elements_overlap({dim(0), dim(1), dim(2)})) {
+    refuse_strides(tensor, argument, "elements that do not overlap");
   }
 }
 

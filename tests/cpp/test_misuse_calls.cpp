@@ -2,6 +2,7 @@
 // next correct call gives the right bits.
 #include <gtest/gtest.h>
 
+#include <array>
 #include <functional>
 #include <limits>
 #include <string>
@@ -20,6 +21,7 @@ using amx_sft_moe::AnyExpertTensor;
 using amx_sft_moe::AnyMatrix;
 using amx_sft_moe::ArgumentError;
 using amx_sft_moe::Gradients;
+using amx_sft_moe::LoraGradients;
 using amx_sft_moe::Routing;
 
 using Kernel = PortableBf16;  // the checks are the operator's, the same for every kernel
@@ -53,6 +55,12 @@ AnyMatrix floats(index_t rows, index_t cols, index_t row_stride, index_t col_str
 AnyConstMatrix const_floats(index_t rows, index_t cols, index_t row_stride, index_t col_stride = 1) {
   return {somewhere(), rows, cols, row_stride, col_stride};
 }
+// A gradient [3, rows, cols] of a factor with strides of expert, row and column.
+std::function<void(Call&)> overlapping(AnyExpertTensor LoraGradients::*which, index_t rows, index_t cols,
+                                       std::array<index_t, 3> strides) {
+  return
+      [=](Call& c) { c.grads.lora.*which = {somewhere(), 3, rows, cols, strides[0], strides[1], strides[2]}; };
+}
 AnyConstMatrix null_matrix(index_t rows, index_t cols) {
   return {static_cast<const float*>(nullptr), rows, cols, cols};
 }
@@ -63,6 +71,10 @@ std::vector<BadCall> bad_routings() {
       {{"tokens", "12", "13"}, [](Call& c) { c.routing.tokens = 13; }},  // max_tokens
       {{"weights.rows", "8", "9"}, [](Call& c) { c.routing.tokens = 8; }},
       {{"expert_ids", "non-null", "null"}, [](Call& c) { c.routing.expert_ids = {}; }},
+      {{"expert_ids", "non-null", "null"},  // of a single token
+       [](Call& c) {
+         c.routing = {1, {}, const_floats(1, 2, 2)};
+       }},
       {{"expert_ids.row_stride", "", "-2"},
        [](Call& c) {
          static const std::int64_t ids[64] = {};
@@ -122,8 +134,17 @@ std::vector<BadCall> bad_backwards() {
       {{"biases.gate.rows", "3", "9"}, [](Call& c) { c.grads.biases.gate = floats(9, 33, 33); }},
       {{"biases.up.cols", "33", "17"}, [](Call& c) { c.grads.biases.up = floats(3, 17, 17); }},
       {{"biases.down.cols", "17", "33"}, [](Call& c) { c.grads.biases.down = floats(3, 33, 33); }},
-      {{"biases.down.row_stride", "1", "0"}, [](Call& c) { c.grads.biases.down = floats(3, 17, 0); }},
-      {{"biases.up.col_stride", "1", "0"}, [](Call& c) { c.grads.biases.up = floats(3, 33, 33, 0); }},
+      {{"biases.down", "not overlap", "(0, 1)"}, [](Call& c) { c.grads.biases.down = floats(3, 17, 0); }},
+      {{"biases.up", "not overlap", "(33, 0)"}, [](Call& c) { c.grads.biases.up = floats(3, 33, 33, 0); }},
+      {{"biases.gate", "not overlap", "(32, 1)"}, [](Call& c) { c.grads.biases.gate = floats(3, 33, 32); }},
+      {{"grads.routing_weights", "not overlap", "(1, 1)"},
+       [](Call& c) { c.grads.routing_weights = floats(9, 2, 1); }},
+      {{"lora.gate_a", "not overlap", "(67, 17, 1)"}, overlapping(&LoraGradients::gate_a, 4, 17, {67, 17, 1})},
+      {{"lora.gate_b", "not overlap", "(0, 4, 1)"}, overlapping(&LoraGradients::gate_b, 33, 4, {0, 4, 1})},
+      {{"lora.up_a", "not overlap", "(85, 0, 1)"}, overlapping(&LoraGradients::up_a, 5, 17, {85, 0, 1})},
+      {{"lora.up_b", "not overlap", "(165, 5, 0)"}, overlapping(&LoraGradients::up_b, 33, 5, {165, 5, 0})},
+      {{"lora.down_a", "not overlap", "(1, 9, 3)"}, overlapping(&LoraGradients::down_a, 6, 33, {1, 9, 3})},
+      {{"lora.down_b", "not overlap", "(102, 6, 6)"}, overlapping(&LoraGradients::down_b, 17, 6, {102, 6, 6})},
       {{"scale", "finite", "nan"}, [](Call& c) { c.grads.scale = std::numeric_limits<float>::quiet_NaN(); }},
   };
 }

@@ -48,6 +48,42 @@ TYPED_TEST(OperatorLayouts, RowStridesOfActivationsAndRouting) {
       {.name = "wide_strided", .activations = DType::kFp32, .routing = DType::kBf16, .padding = 1});
 }
 
+// Routing weights and their gradient, stored [k, T].
+TYPED_TEST(OperatorLayouts, ColumnStridesOfRoutingWeights) {
+  const Problem problem = random_problem(kOdd, kPlain, kWeightDType<TypeParam>);
+  const Outputs want = step_alone<TypeParam>(problem);
+  const Extents extents{1, kOdd.tokens, kOdd.top_k};
+  const Strides transposed{0, 1, kOdd.tokens + 2};
+  Tensor weights(DType::kFp32, extents, transposed);
+  weights.store(problem.batch().weights);
+  amx_sft_moe::Routing routing = problem.routing();
+  routing.weights = weights.const_matrix_view();
+  const Tensor grad(DType::kFp32, extents, transposed);
+  Outputs got(problem);
+  amx_sft_moe::Gradients grads = got.gradients();
+  grads.routing_weights = grad.matrix_view();
+
+  Moe<TypeParam> moe = make_moe<TypeParam>(problem);
+  moe.forward_sft(routing, problem.x(), got.y());
+  moe.backward(problem.grad_y(), grads);
+  EXPECT_TRUE(grad.gaps_are_poison());
+  EXPECT_EQ(grad.bits(), want[reference::kGradW].bits());
+  got[reference::kGradW].store(grad.values());
+  expect_same_bits(want, got);
+}
+
+// Where there is one row, its stride is not looked at.
+TYPED_TEST(OperatorLayouts, OneRowOfAnyStride) {
+  const Problem problem = random_problem({"one", 1, 2, 3, 37, 53, {7, 3, 5}}, kPlain, kWeightDType<TypeParam>);
+  Outputs got(problem);
+  amx_sft_moe::Gradients grads = got.gradients();
+  grads.x = {got[reference::kGradX].template data<bf16>(), 1, 37, 0};
+  Moe<TypeParam> moe = make_moe<TypeParam>(problem);
+  moe.forward_sft(problem.routing(), problem.x(), {got[reference::kY].template data<bf16>(), 1, 37, 0});
+  moe.backward(problem.grad_y(), grads);
+  expect_same_bits(step_alone<TypeParam>(problem), got);
+}
+
 TYPED_TEST(OperatorLayouts, NarrowIds) {
   this->expect_same(kPlain, {.name = "int32", .narrow_ids = true});
 }

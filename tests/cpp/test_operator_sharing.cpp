@@ -2,6 +2,7 @@
 // read anew in each call.
 #include <gtest/gtest.h>
 
+#include <cmath>
 #include <memory>
 #include <thread>
 #include <vector>
@@ -58,6 +59,34 @@ TYPED_TEST(OperatorSharing, TwoThreadsWithTheirOwnOperators) {
   other.join();
   for (const Outputs& out : of_one) expect_same_bits(want_one, out);
   for (const Outputs& out : of_two) expect_same_bits(want_two, out);
+}
+
+// Scratch memory is used again as it is: nothing of it may count, not even times zero.
+TYPED_TEST(OperatorSharing, NothingIsLeftOfStepsFullOfNaN) {
+  const Problem problem = random_problem(kSmall, kPlain, kWeightDType<TypeParam>);
+  Problem spoiled = random_problem(kSmall, kPlain, kWeightDType<TypeParam>);
+  Problem spoiled_and_large = random_problem(kLarge, kWide, kWeightDType<TypeParam>);
+  const auto workspace = std::make_shared<Workspace>();
+  using Weight = typename TypeParam::Weight;
+  Moe<TypeParam> small(problem.config(), problem.base<Weight>(), problem.lora(), workspace);
+  Moe<TypeParam> large(spoiled_and_large.config(), spoiled_and_large.base<Weight>(), spoiled_and_large.lora(),
+                       workspace);
+  const auto run_spoiled = [](Moe<TypeParam>& moe, Problem& p) {
+    p.x_tensor().poison();
+    p.grad_y_tensor().poison();
+    Outputs out(p);
+    run_step(moe, p, out);
+    EXPECT_TRUE(std::isnan(out[reference::kY].get(0, 0, 0)));
+  };
+  for (const bool same_sizes_last : {true, false}) {
+    SCOPED_TRACE(same_sizes_last);
+    if (!same_sizes_last) run_spoiled(small, spoiled);
+    run_spoiled(large, spoiled_and_large);
+    if (same_sizes_last) run_spoiled(small, spoiled);
+    Outputs got(problem);
+    run_step(small, problem, got);
+    expect_same_bits(step_alone<TypeParam>(problem), got);
+  }
 }
 
 // Layers that run one after another may share a workspace: forwards in order, then backwards in reverse, as

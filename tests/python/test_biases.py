@@ -352,12 +352,17 @@ def test_misuse_of_set_base(changes: dict[str, Any], error: type[Exception], wor
 @pytest.mark.parametrize(
     ("arguments", "error", "words"),
     [
-        ({"out": {"gate_bias": torch.zeros(4, 23)}}, ArgumentError, ["gate_bias", "[4, 24]", "[4, 23]"]),
-        ({"out": {"down_bias": torch.zeros(4, 32).half()}}, TypeError, ["down_bias", "float16"]),
+        ({"out": {"gate_bias": torch.zeros(4, 23)}}, ArgumentError, ["out.gate_bias", "[4, 24]", "[4, 23]"]),
+        ({"out": {"down_bias": torch.zeros(4, 32).half()}}, TypeError, ["out.down_bias", "float16"]),
         (
             {"out": {"up_bias": WIDE[:1, :24].expand(4, 24)}},
             ArgumentError,
-            ["up_bias", "overlap", "(0, 1)"],
+            ["out.up_bias", "overlap", "(0, 1)"],
+        ),
+        (
+            {"out": {"gate_bias": torch.zeros(100).as_strided((4, 24), (2, 2))}},
+            ArgumentError,
+            ["out.gate_bias", "overlap", "(2, 2)", "[4, 24]"],
         ),
         ({"out": {"gate_up_bias": WIDE}}, ArgumentError, ["out", "gate_up_bias"]),
         ({"accumulate": True, "skip": FACTORS, "bias_gradients": True}, ArgumentError, ["gate_bias", "none"]),

@@ -7,14 +7,18 @@ import os
 import re
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import pytest
 
 import amx_sft_moe
 from amx_sft_moe.__main__ import main
-from cases import kernels
+from amx_sft_moe.nn import FrozenExperts
+from cases import Sizes, kernels
+from reference import make_layer
 
+SIZES = Sizes()
 ROOT = Path(__file__).resolve().parents[2]
 
 
@@ -52,6 +56,35 @@ def test_environment_chooses_the_kernel(monkeypatch: pytest.MonkeyPatch) -> None
     assert found["environment"]["AMX_SFT_MOE_KERNEL"] == "portable"
     monkeypatch.setenv("AMX_SFT_MOE_KERNEL", "abacus")
     assert "abacus" in amx_sft_moe.info()["auto_kernel"]["bfloat16"]
+
+
+def test_environment_is_read_when_an_operator_is_made(monkeypatch: pytest.MonkeyPatch) -> None:
+    layer = make_layer(SIZES)
+    monkeypatch.setenv("AMX_SFT_MOE_KERNEL", "portable")
+    op = SIZES.operator()
+    weights = {"gate_proj": layer.gate_proj, "up_proj": layer.up_proj, "down_proj": layer.down_proj}
+    experts = FrozenExperts(top_k=SIZES.top_k, **weights)
+    monkeypatch.setenv("AMX_SFT_MOE_KERNEL", "abacus")
+    op.set_base(**weights)
+    assert op.kernel == "portable"
+    found: list[str] = []  # the operator of another thread
+    other = threading.Thread(target=lambda: found.append(experts.operator().kernel))
+    other.start()
+    other.join()
+    assert found == ["portable"]
+
+
+def test_a_kernel_for_one_type_of_weights(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("AMX_SFT_MOE_KERNEL", "avx512_bf16")
+    if not any(kernel == "avx512_bf16" for kernel in kernels("bfloat16")):
+        pytest.skip("no kernel avx512_bf16 here")
+    layer = make_layer(SIZES)
+    op = SIZES.operator()
+    monkeypatch.delenv("AMX_SFT_MOE_KERNEL")
+    with pytest.raises(amx_sft_moe.KernelError, match=r"AMX_SFT_MOE_KERNEL: .* does not take fp32 weights"):
+        op.set_base(layer.gate_proj.float(), layer.up_proj.float(), layer.down_proj.float())
+    op.set_base(layer.gate_proj, layer.up_proj, layer.down_proj)
+    assert op.kernel == "avx512_bf16"
 
 
 def test_command_line(capsys: pytest.CaptureFixture[str]) -> None:

@@ -11,6 +11,7 @@ import pytest
 import amx_sft_moe
 from amx_sft_moe.kernels import load_onednn
 from cases import Sizes
+from reference import make_layer
 
 PROVIDER, WHY_NOT = load_onednn()
 needs_onednn = pytest.mark.skipif(PROVIDER is None, reason=f"kernel onednn: {WHY_NOT}")
@@ -47,6 +48,19 @@ def test_chosen_by_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     assert amx_sft_moe.info()["auto_kernel"] == {"bfloat16": "onednn", "float32": "onednn"}
     assert SIZES.operator().kernel == "auto"
     assert SIZES.operator(kernel="portable").kernel == "portable"
+
+
+@needs_onednn
+def test_the_environment_may_change_before_the_weights_come(monkeypatch: pytest.MonkeyPatch) -> None:
+    layer = make_layer(SIZES)
+    monkeypatch.setenv("AMX_SFT_MOE_KERNEL", "onednn")
+    early = SIZES.operator()
+    monkeypatch.setenv("AMX_SFT_MOE_KERNEL", "portable")
+    late = SIZES.operator()
+    for op, kernel in ((early, "onednn"), (late, "portable")):
+        monkeypatch.setenv("AMX_SFT_MOE_KERNEL", "portable" if kernel == "onednn" else "onednn")
+        op.set_base(layer.gate_proj, layer.up_proj, layer.down_proj)
+        assert op.kernel == kernel
 
 
 def test_absence_is_said(monkeypatch: pytest.MonkeyPatch) -> None:

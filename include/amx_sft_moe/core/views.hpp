@@ -129,6 +129,9 @@ class BasicAnyExpertTensor {
   index_t experts() const { return experts_; }
   index_t rows() const { return rows_; }
   index_t cols() const { return cols_; }
+  index_t expert_stride() const { return expert_stride_; }
+  index_t row_stride() const { return row_stride_; }
+  index_t col_stride() const { return col_stride_; }
   bool same_as(const BasicAnyExpertTensor& o) const {
     return data_ == o.data_ && dtype_ == o.dtype_ && experts_ == o.experts_ && rows_ == o.rows_ &&
            cols_ == o.cols_ && expert_stride_ == o.expert_stride_ && row_stride_ == o.row_stride_ &&

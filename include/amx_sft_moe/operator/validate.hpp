@@ -4,6 +4,7 @@
 #include <cmath>
 #include <limits>
 
+#include "amx_sft_moe/core/overlap.hpp"
 #include "amx_sft_moe/moe/base_weights.hpp"
 #include "amx_sft_moe/moe/gradients.hpp"
 #include "amx_sft_moe/moe/saved_activations.hpp"
@@ -106,6 +107,22 @@ void matrix(std::string_view name, const BasicAnyMatrix<Const>& m, index_t rows,
   }
 }
 
+// Elements are written in any order, by several threads.
+inline void apart(std::string_view name, const AnyMatrix& m) {
+  if (!elements_overlap({Extent{m.rows(), m.row_stride()}, {m.cols(), m.col_stride()}, {1, 0}})) return;
+  throw ArgumentError(concat(name, ": expected elements that do not overlap, got strides (", m.row_stride(),
+                             ", ", m.col_stride(), ") for shape [", m.rows(), ", ", m.cols(), "]"));
+}
+
+inline void apart(std::string_view name, const AnyExpertTensor& t) {
+  const Extent rows{t.rows(), t.row_stride()};
+  const Extent cols{t.cols(), t.col_stride()};
+  if (!elements_overlap({Extent{t.experts(), t.expert_stride()}, rows, cols})) return;
+  throw ArgumentError(concat(name, ": expected elements that do not overlap, got strides (", t.expert_stride(),
+                             ", ", t.row_stride(), ", ", t.col_stride(), ") for shape [", t.experts(), ", ",
+                             t.rows(), ", ", t.cols(), "]"));
+}
+
 inline void routing(const Routing& routing, const Config& config) {
   require_at_least("routing.tokens", 0, routing.tokens);
   if (config.max_tokens && routing.tokens > *config.max_tokens) {
@@ -149,6 +166,7 @@ inline void gradient(std::string_view name, const AnyExpertTensor& grad,
   if (grad.empty()) return;
   if (parameter.empty()) throw ArgumentError(concat(name, ": expected none (no such adapter), got a tensor"));
   expert_tensor(name, grad, parameter.experts(), parameter.rows(), parameter.cols());
+  apart(name, grad);
 }
 
 inline void bias_gradient(std::string_view name, const AnyMatrix& grad, const AnyConstMatrix& bias) {
@@ -156,9 +174,7 @@ inline void bias_gradient(std::string_view name, const AnyMatrix& grad, const An
   if (bias.empty()) throw ArgumentError(concat(name, ": expected none (no such bias), got a tensor"));
   require_equal({name, ".rows"}, bias.rows(), grad.rows());
   require_equal({name, ".cols"}, bias.cols(), grad.cols());
-  // Experts are written at the same time.
-  if (grad.rows() > 1 && grad.row_stride() == 0) require_at_least({name, ".row_stride"}, 1, 0);
-  if (grad.cols() > 1 && grad.col_stride() == 0) require_at_least({name, ".col_stride"}, 1, 0);
+  apart(name, grad);
 }
 
 inline void gradients(const Gradients& grads, index_t tokens, const Config& config, const LoraWeights& lora,
@@ -166,6 +182,7 @@ inline void gradients(const Gradients& grads, index_t tokens, const Config& conf
   if (!grads.x.empty()) matrix("grads.x", grads.x, tokens, config.hidden_size, true);
   if (!grads.routing_weights.empty()) {
     matrix("grads.routing_weights", grads.routing_weights, tokens, config.top_k, false);
+    apart("grads.routing_weights", grads.routing_weights);
   }
   gradient("grads.lora.gate_a", grads.lora.gate_a, lora.gate.a);
   gradient("grads.lora.gate_b", grads.lora.gate_b, lora.gate.b);
