@@ -6,6 +6,7 @@
 #include "amx_sft_moe/core/config_macros.hpp"
 // The rest in the order of the layers.
 #include <algorithm>
+#include <chrono>
 #include <functional>
 #include <string_view>
 
@@ -14,7 +15,6 @@
 #include "amx_sft_moe/core/aligned_buffer.hpp"
 #include "amx_sft_moe/kernels/amx_bf16.hpp"
 #include "amx_sft_moe/parallel/tasks.hpp"
-#include "amx_sft_moe/profile/backward_timer.hpp"
 
 AMX_SFT_MOE_NAMESPACE_BEGIN
 
@@ -38,9 +38,9 @@ struct Machine {
 namespace probe {
 
 inline double seconds_of(const std::function<void()>& work) {
-  const std::int64_t begin = now_ns();
+  const auto begin = std::chrono::steady_clock::now();
   work();
-  return static_cast<double>(now_ns() - begin) * 1e-9;
+  return std::chrono::duration<double>(std::chrono::steady_clock::now() - begin).count();
 }
 
 inline double peak_of(int threads, double flop_per_round, const std::function<void(index_t)>& loop) {

@@ -17,11 +17,11 @@ AMX_SFT_MOE_NAMESPACE_BEGIN
 
 // Opened anew for each record, so that nothing has to be closed or shared, and a process that is killed leaves
 // every record that it finished. The file itself says how full it is: the record that would not fit is replaced
-// by the end mark, padded with spaces up to the limit, and whoever finds the file that large writes no more.
+// by spaces and the end mark up to the limit, and whoever finds the file that large writes no more.
 class BoundedFile {
  public:
   BoundedFile() = default;
-  // `head` opens an empty file. `end` is the end mark; it ends in a line feed, before which it is padded.
+  // `head` opens an empty file, `end` is the end mark.
   BoundedFile(std::string path, std::int64_t limit_bytes, std::string head, std::string end)
       : path_(std::move(path)), limit_(limit_bytes), head_(std::move(head)), end_(std::move(end)) {}
 
@@ -67,9 +67,7 @@ class BoundedFile {
       text += record;
     } else {
       if (left < length(end_)) return;  // the limit was lowered, or is none
-      text.append(end_, 0, end_.size() - 1)
-          .append(static_cast<std::size_t>(left - length(end_)), ' ')
-          .append("\n");
+      text.append(static_cast<std::size_t>(left - length(end_)), ' ').append(end_);
     }
     write_whole(file, size, text);
   }

@@ -69,7 +69,7 @@ def _run(wanted: Options) -> int:
     _line(report.heading(options, wanted.shape, memory, op.kernel))
     _line(report.machine(machine, options.threads))
     errors = check(op, layer, layer.batch(options.check_tokens))
-    ok = passed(errors, options.dtype)
+    ok = passed(errors, options)
     _line(report.check(errors, options, ok))
     if not ok:
         return 1

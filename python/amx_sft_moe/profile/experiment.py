@@ -14,7 +14,8 @@ import torch
 from amx_sft_moe import _core
 from amx_sft_moe.sft_moe import SftMoe
 
-from .layer import Batch, Layer
+from .layer import FACTORS, Batch, Layer
+from .options import Options
 from .reference import float64_step, relative_errors
 
 # bf16 keeps 8 bits: what is rounded twice on its way, and sums of it, lie well within; mistakes far outside.
@@ -71,9 +72,15 @@ def check(op: SftMoe, layer: Layer, batch: Batch) -> dict[str, float]:
     return relative_errors({"y": y, **grads}, float64_step(layer, batch), batch)
 
 
-def passed(errors: dict[str, float], dtype: str) -> bool:
-    """Whether every error is a number within what the dtype allows."""
-    return all(error <= ALLOWED_ERROR[dtype] for error in errors.values())
+def allowed_error(name: str, options: Options) -> float:
+    """Of the tensor of that name; gradients of factors are rounded to the factors' type."""
+    of_result = options.lora_dtype if name in FACTORS else options.dtype
+    return max(ALLOWED_ERROR[options.dtype], ALLOWED_ERROR[of_result])
+
+
+def passed(errors: dict[str, float], options: Options) -> bool:
+    """Whether every error is a number within what the types allow."""
+    return all(error <= allowed_error(name, options) for name, error in errors.items())
 
 
 @contextmanager

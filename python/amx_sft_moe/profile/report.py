@@ -9,7 +9,7 @@ from typing import Any
 from amx_sft_moe import _core
 from amx_sft_moe.finetune.tables import Row, plain_table
 
-from .experiment import ALLOWED_ERROR, Results
+from .experiment import Results, allowed_error
 from .options import Options
 from .shapes import LayerShape
 
@@ -60,8 +60,8 @@ def machine(found: dict[str, Any] | None, threads: int) -> str:
 
 def check(errors: dict[str, float], options: Options, ok: bool) -> str:
     """How far the operator was from float64."""
-    worst = max(errors, key=lambda name: errors[name])
-    allowed = ALLOWED_ERROR[options.dtype]
+    worst = max(errors, key=lambda name: errors[name] / allowed_error(name, options))
+    allowed = allowed_error(worst, options)
     verdict = "ok" if ok else "WRONG"
     return (
         f"check, {options.check_tokens} tokens against float64: {verdict}; largest relative error "
@@ -158,22 +158,29 @@ def _tree(times: dict[str, Any]) -> list[tuple[str, list[str]]]:
     return tree
 
 
-def threads(name: str, passes: Sequence[dict[str, Any]]) -> str:
+def _thread_rows(name: str, passes: Sequence[dict[str, Any]]) -> list[Row]:
+    busy: dict[int, float] = {}
+    waiting: dict[int, float] = {}
+    for thread in (thread for times in passes for thread in times["threads"]):
+        number = thread["thread"]
+        busy[number] = busy.get(number, 0.0) + thread["busy_ms"] / len(passes)
+        waiting[number] = waiting.get(number, 0.0) + thread["waiting_ms"] / len(passes)
+    rows: list[Row] = [(f"{name}, thread {t}", _ms(busy[t]), _ms(waiting[t]), "", "") for t in sorted(busy)]
+    mean = statistics.fmean(busy.values())
+    imbalance = _share(max(busy.values()) / mean - 1)
+    points = str(passes[0]["sync_points"])
+    rows.append((f"{name}, mean", _ms(mean), _ms(statistics.fmean(waiting.values())), imbalance, points))
+    return rows
+
+
+def threads(results: Results) -> str:
     """Busy and waiting milliseconds of each thread, and the imbalance: the busiest above the mean."""
-    busy: dict[int, list[float]] = {}
-    waiting: dict[int, list[float]] = {}
-    for times in passes:
-        for thread in times["threads"]:
-            busy.setdefault(thread["thread"], []).append(thread["busy_ms"])
-            waiting.setdefault(thread["thread"], []).append(thread["waiting_ms"])
-    means = {t: sum(values) / len(passes) for t, values in sorted(busy.items())}
+    header = ("ms a pass", "busy", "waiting", "imbalance", "sync points")
     rows = [
-        (f"{name}, thread {t}", _ms(ms), _ms(sum(waiting[t]) / len(passes)), "", "") for t, ms in means.items()
+        *_thread_rows("forward", results.both.forwards),
+        *_thread_rows("backward", results.both.backwards),
     ]
-    most, mean = max(means.values()), statistics.fmean(means.values())
-    points = passes[0]["sync_points"]
-    rows.append((f"{name}, all", _ms(mean), "", _share(most / mean - 1), str(points)))
-    return plain_table(("thread, mean ms", "busy", "waiting", "imbalance", "sync points"), rows, INDENT)
+    return plain_table(header, rows, INDENT)
 
 
 def text(results: Results, options: Options) -> str:
@@ -184,7 +191,6 @@ def text(results: Results, options: Options) -> str:
         latencies(results, options.tokens),
         phases("forward", results.both.forwards, kernel, found),
         phases("backward", results.both.backwards, kernel, found),
-        threads("forward", results.both.forwards),
-        threads("backward", results.both.backwards),
+        threads(results),
     ]
     return "\n\n".join(parts)
