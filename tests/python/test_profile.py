@@ -45,19 +45,7 @@ def test_defaults_are_the_published_experiment() -> None:
 
 def test_options() -> None:
     options = parse(
-        [
-            "--shape",
-            "mixtral",
-            "--experts",
-            "6",
-            "--tokens",
-            "7",
-            "--memory",
-            "2.5",
-            "--no-machine",
-            "--rank",
-            "0",
-        ]
+        ["--shape=mixtral", "--experts=6", "--tokens=7", "--memory=2.5", "--no-machine", "--rank=0"]
     )
     assert options.shape == LayerShape(6, 2, 4096, 14336)
     assert (options.name, options.tokens, options.memory, options.rank) == ("mixtral", 7, 2_500_000_000, 0)
@@ -205,20 +193,8 @@ def test_figures_of_the_report() -> None:
     assert timing.deviation == pytest.approx(70.7107, abs=1e-3)
     results = Results("avx512", {}, timing, timing, Timing([], [100.0], passes[:1], passes[:1]), machine)
     lines = report.latencies(results, tokens=300).splitlines()
-    assert lines[2].split() == [
-        "forward_only",
-        "150.0",
-        "70.71",
-        "100.0",
-        "200.0",
-        "2,000",
-        "140.0",
-        "10.00",
-        "(6.7",
-        "%)",
-        "30.00",
-        "25.00",
-    ]
+    shown = "forward_only 150.0 70.71 100.0 200.0 2,000 140.0 10.00 (6.7 %) 30.00 25.00"
+    assert " ".join(lines[2].split()) == shown
     assert lines[4].split()[-2:] == ["-", "-"], "there was no warm-up"
     threads = report.threads(results)
     assert re.search(r"forward, thread 0 +8\.00 +2\.00$", threads, re.MULTILINE)
@@ -226,24 +202,8 @@ def test_figures_of_the_report() -> None:
 
 
 def test_the_command(capsys: pytest.CaptureFixture[str]) -> None:
-    arguments = [
-        "profile",
-        "--shape",
-        "small",
-        "--tokens",
-        "16",
-        "--rank",
-        "4",
-        "--alpha",
-        "8",
-        "--warmup",
-        "1",
-        "--iterations",
-        "2",
-        "--threads",
-        "2",
-    ]
-    assert main([*arguments, "--memory", "3"]) == 0
+    arguments = ["--tokens=16", "--rank=4", "--alpha=8", "--warmup=1", "--iterations=2", "--threads=2"]
+    assert main(["profile", "--shape=small", *arguments, "--memory=3"]) == 0
     out = capsys.readouterr().out
     assert out.startswith("small: E=16 k=4 H=512 I=256, LoRA r=4 alpha=8, bfloat16, kernel ")
     for part in (
