@@ -185,44 +185,32 @@ void print_phases(StepKind kind, const StepTotals& totals, const Machine& machin
               100 * totals.waiting_ms / (totals.busy_ms + totals.waiting_ms));
 }
 
-void run(const Options& wanted) {
-  Options options = wanted;
-  options.shape.experts = experts_that_fit(wanted);
-  const Machine machine = measure_machine(options.threads);  // before the layer takes the memory
-  std::mt19937 random(1);
-  const Layer layer(options.shape, options.rank, options.alpha, random);
-  Config config;
-  config.num_experts = options.shape.experts;
-  config.top_k = options.shape.top_k;
-  config.hidden_size = options.shape.hidden;
-  config.intermediate_size = options.shape.intermediate;
-  config.num_threads = options.threads;
-  config.name = options.shape.name;
-  const auto moe = make_sft_moe(options.kernel, config, layer.base(), layer.lora());
-  const std::string_view kernel = moe->kernel_name();
-
-  std::cout << options.shape.name << ": E=" << options.shape.experts << " k=" << options.shape.top_k
-            << " H=" << options.shape.hidden << " I=" << options.shape.intermediate
-            << ", LoRA r=" << options.rank << " alpha=" << options.alpha << ", kernel " << kernel << ", "
-            << options.threads << " threads\n";
-  if (options.shape.experts < wanted.shape.experts) {
-    std::cout << options.shape.experts << " of " << wanted.shape.experts
-              << " experts: that is what fits in memory\n";
+void print_heading(const Options& options, const Shape& wanted, const Machine& machine,
+                   std::string_view kernel) {
+  const Shape& shape = options.shape;
+  std::cout << shape.name << ": E=" << shape.experts << " k=" << shape.top_k << " H=" << shape.hidden
+            << " I=" << shape.intermediate << ", LoRA r=" << options.rank << " alpha=" << options.alpha
+            << ", kernel " << kernel << ", " << options.threads << " threads\n";
+  if (shape.experts < wanted.experts) {
+    std::cout << shape.experts << " of " << wanted.experts << " experts: that is what fits in memory\n";
   }
   std::cout << "machine: " << machine.peak_of_kernel(kernel)
             << " GFLOP/s with the kernel's instructions, reads " << machine.bandwidth << " GB/s\n";
+}
 
-  Batch small(layer, options.check_tokens, random);
-  Experiment check(*moe, layer, small);
-  check.forward();
-  check.backward();
-  const double error = largest_error(small, Reference(layer, small));
-  std::cout << "check, " << options.check_tokens << " tokens against float64: largest relative error " << error
+void check(AnySftMoe& moe, const Layer& layer, Batch batch) {
+  Experiment experiment(moe, layer, batch);
+  experiment.forward();
+  experiment.backward();
+  const double error = largest_error(batch, Reference(layer, batch));
+  std::cout << "check, " << batch.tokens << " tokens against float64: largest relative error " << error
             << ", allowed " << kAllowedError << std::endl;
   if (!(error <= kAllowedError)) throw std::runtime_error("the check failed");
+}
 
-  Batch batch(layer, options.tokens, random);
-  Experiment experiment(*moe, layer, batch);
+// Prints the three latencies; returns the passes of both.
+Timing measure(AnySftMoe& moe, const Layer& layer, Batch batch, const Options& options) {
+  Experiment experiment(moe, layer, batch);
   const auto nothing = [] {};
   const auto forward = [&] { experiment.forward(); };
   const auto backward = [&] { experiment.backward(); };
@@ -232,14 +220,33 @@ void run(const Options& wanted) {
   };
   const Timing forward_only = experiment.time("forward_only", options, nothing, forward, true, false);
   const Timing backward_only = experiment.time("backward_only", options, forward, backward, false, true);
-  const Timing full = experiment.time("full_train_loop", options, nothing, both, true, true);
+  Timing full = experiment.time("full_train_loop", options, nothing, both, true, true);
   std::printf("\n  %-16s %10s %10s %10s %10s %10s %10s %10s %10s\n", "ms", "mean", "deviation", "min", "max",
               "tokens/s", "inside", "outside", "warm-up");
   print_latency("forward_only", forward_only, options.tokens);
   print_latency("backward_only", backward_only, options.tokens);
   print_latency("full_train_loop", full, options.tokens);
-  print_phases(StepKind::kForward, full.forward, machine, kernel);
-  print_phases(StepKind::kBackward, full.backward, machine, kernel);
+  return full;
+}
+
+void run(const Options& wanted) {
+  Options options = wanted;
+  options.shape.experts = experts_that_fit(wanted);
+  const Machine machine = measure_machine(options.threads);  // before the layer takes the memory
+  std::mt19937 random(1);
+  const Layer layer(options.shape, options.rank, options.alpha, random);
+  const Config config{.num_experts = options.shape.experts,
+                      .top_k = options.shape.top_k,
+                      .hidden_size = options.shape.hidden,
+                      .intermediate_size = options.shape.intermediate,
+                      .num_threads = options.threads,
+                      .name = options.shape.name};
+  const auto moe = make_sft_moe(options.kernel, config, layer.base(), layer.lora());
+  print_heading(options, wanted.shape, machine, moe->kernel_name());
+  check(*moe, layer, Batch(layer, options.check_tokens, random));
+  const Timing full = measure(*moe, layer, Batch(layer, options.tokens, random), options);
+  print_phases(StepKind::kForward, full.forward, machine, moe->kernel_name());
+  print_phases(StepKind::kBackward, full.backward, machine, moe->kernel_name());
   std::cout << "\n" << text_dump(moe->last_backward(), moe->label(StepKind::kBackward));
 }
 

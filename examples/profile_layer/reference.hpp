@@ -28,12 +28,11 @@ void add_product(const T* m, index_t rows, index_t cols, const Vector& v, double
 }
 
 struct Reference {
-  const Layer& layer;
   std::vector<double> y, grad_x, grad_weights;
   std::array<std::vector<double>, kFactors> grads;
 
-  Reference(const Layer& of, const Batch& batch)
-      : layer(of), y(batch.y.size()), grad_x(batch.x.size()), grad_weights(batch.weights.size()) {
+  Reference(const Layer& layer, const Batch& batch)
+      : y(batch.y.size()), grad_x(batch.x.size()), grad_weights(batch.weights.size()), layer_(layer) {
     for (std::size_t f = 0; f < kFactors; ++f) grads[f].resize(batch.grads[f].size());
     for (index_t t = 0; t < batch.tokens; ++t) {
       for (index_t j = 0; j < batch.top_k; ++j) add_route(batch, t, t * batch.top_k + j);
@@ -67,13 +66,13 @@ struct Reference {
 
     // Adds the gradient of the input, and those of the factors with a weight of their own.
     void backward(const Vector& grad, const Vector& input, double factor_weight, Vector& grad_input,
-                  std::array<std::vector<double>, kFactors>& grads) const {
+                  std::array<std::vector<double>, kFactors>& to) const {
       Vector v(size(layer.rank));
       add_product<true>(b(), out, layer.rank, grad, layer.scaling, v);
       add_product<true>(weight, out, in, grad, 1, grad_input);
       add_product<true>(a(), layer.rank, in, v, 1, grad_input);
-      double* grad_a = grads[size(factor)].data() + expert * layer.rank * in;
-      double* grad_b = grads[size(factor + 1)].data() + expert * out * layer.rank;
+      double* grad_a = to[size(factor)].data() + expert * layer.rank * in;
+      double* grad_b = to[size(factor + 1)].data() + expert * out * layer.rank;
       for (index_t r = 0; r < layer.rank; ++r) {
         for (index_t c = 0; c < in; ++c) grad_a[r * in + c] += factor_weight * v[size(r)] * input[size(c)];
         for (index_t o = 0; o < out; ++o) {
@@ -89,12 +88,12 @@ struct Reference {
     const auto row = static_cast<std::ptrdiff_t>(token * batch.hidden);
     const Vector x(batch.x.begin() + row, batch.x.begin() + row + batch.hidden);
     const Vector p(batch.grad_y.begin() + row, batch.grad_y.begin() + row + batch.hidden);
-    const Projection gate(layer, layer.gate, 0, expert, x), up(layer, layer.up, 2, expert, x);
+    const Projection gate(layer_, layer_.gate, 0, expert, x), up(layer_, layer_.up, 2, expert, x);
     const std::size_t n = gate.value.size();
     Vector h(n), grad_h(n), grad_gate(n), grad_up(n), grad_of_x(x.size());
     const auto sigmoid = [](double g) { return 1 / (1 + std::exp(-g)); };
     for (std::size_t i = 0; i < n; ++i) h[i] = gate.value[i] * sigmoid(gate.value[i]) * up.value[i];
-    const Projection down(layer, layer.down, 4, expert, h);
+    const Projection down(layer_, layer_.down, 4, expert, h);
     down.backward(p, h, weight, grad_h, grads);  // of the unweighted output
     for (std::size_t i = 0; i < n; ++i) {
       grad_weights[size(route)] += grad_h[i] * h[i];
@@ -109,6 +108,8 @@ struct Reference {
       grad_x[size(row) + i] += grad_of_x[i];
     }
   }
+
+  const Layer& layer_;
 };
 
 // Norm of the error over the norm of what is right.
