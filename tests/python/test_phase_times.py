@@ -176,11 +176,14 @@ def trainer(tmp_path: Path, reporter: Reporter, **options: Any) -> Trainer:
     return Trainer(model=model, args=arguments, train_dataset=rows, eval_dataset=rows[:2], callbacks=[reporter])
 
 
-def test_the_trainers_logs(tmp_path: Path) -> None:
+def test_the_trainers_logs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     reporter = Reporter()
     job = trainer(tmp_path, reporter, gradient_accumulation_steps=2, eval_strategy="steps", eval_steps=1)
     log_phase_times(job)
     job.train()
+    printed = capsys.readouterr().out
+    assert "'loss'" in printed
+    assert "amx_sft_moe" not in printed
     logs = [entry for entry in reporter.logs if "loss" in entry]
     assert len(logs) == 2
     for entry in logs:

@@ -6,7 +6,15 @@ import time
 from collections import Counter
 from typing import Any
 
-from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from transformers import (
+    PrinterCallback,
+    ProgressCallback,
+    Trainer,
+    TrainerCallback,
+    TrainerControl,
+    TrainerState,
+    TrainingArguments,
+)
 
 from amx_sft_moe.integrations.layer_names import name_layers
 from amx_sft_moe.layer import collect_times, take_times
@@ -112,13 +120,33 @@ class PhaseTimesCallback(TrainerCallback):
         return means
 
 
+class _NotPrinted(TrainerCallback):
+    """Takes the times out again before the Trainer prints its logs: thirty numbers a line help nobody."""
+
+    def on_log(
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        logs: dict[str, float] | None = None,
+        **kwargs: Any,
+    ) -> None:
+        for name in [name for name in logs or () if name.startswith(PREFIX)]:
+            del logs[name]
+
+
 def log_phase_times(trainer: Trainer, *, phases: bool = True) -> PhaseTimesCallback:
-    """Adds a :class:`PhaseTimesCallback` to ``trainer``, before the reporters; returns it.
+    """Adds a :class:`PhaseTimesCallback` to ``trainer``, before the reporters; returns it. What the Trainer
+    prints stays as it is.
 
     Args:
         trainer: whose logs get the times.
         phases: each phase by its published name as well, not only the groups.
     """
     callback = PhaseTimesCallback(phases)
-    trainer.callback_handler.callbacks.insert(0, callback)
+    callbacks = trainer.callback_handler.callbacks
+    callbacks.insert(0, callback)
+    printers = [n for n, one in enumerate(callbacks) if isinstance(one, (PrinterCallback, ProgressCallback))]
+    if printers:
+        callbacks.insert(printers[0], _NotPrinted())
     return callback
