@@ -149,11 +149,13 @@ void print_line(const char* indent, std::string_view name, double ms, double tot
                 const Machine& machine, std::string_view kernel) {
   std::printf("  %s%-*.*s %10.3f %8.1f %%", indent, static_cast<int>(34 - std::strlen(indent)),
               static_cast<int>(name.size()), name.data(), ms, 100 * ms / total);
-  if (ms > 0) {
-    const double gflops = flop / ms * 1e-6, gbytes = bytes / ms * 1e-6;
-    std::printf(" %9.0f %7.1f %% %8.1f %7.1f %%", gflops, 100 * gflops / machine.peak_of_kernel(kernel), gbytes,
-                100 * gbytes / machine.bandwidth);
+  const double gflops = flop / ms * 1e-6, gbytes = bytes / ms * 1e-6;
+  if (flop > 0) {
+    std::printf(" %9.0f %7.1f %%", gflops, 100 * gflops / machine.peak_of_kernel(kernel));
+  } else {
+    std::printf(" %19s", "");
   }
+  if (ms > 0) std::printf(" %8.1f %7.1f %%", gbytes, 100 * gbytes / machine.bandwidth);
   std::printf("\n");
 }
 
@@ -180,9 +182,28 @@ void print_phases(StepKind kind, const StepTotals& totals, const Machine& machin
                  static_cast<double>(totals.work.bytes[p]) / passes, machine, kernel);
     }
   }
-  std::printf("  threads: busy %.1f %% of their time in parallel regions, waiting %.1f %%\n",
-              100 * totals.busy_ms / (totals.busy_ms + totals.waiting_ms),
-              100 * totals.waiting_ms / (totals.busy_ms + totals.waiting_ms));
+}
+
+// Busy and waiting milliseconds of each thread in one pass, how far the busiest is above the mean, and the pass'
+// synchronisation points.
+void print_threads(const StepRecord& record) {
+  std::vector<double> busy, waiting;
+  for (const RegionRecord& region : record.regions()) {
+    busy.resize(std::max(busy.size(), region.threads.size()));
+    waiting.resize(busy.size());
+    for (std::size_t t = 0; t < region.threads.size(); ++t) {
+      const ThreadRecord& thread = region.threads[t];
+      if (thread.begin_ns == 0) continue;  // took no part
+      for (const std::int64_t ns : thread.busy_ns) busy[t] += static_cast<double>(ns) * 1e-6;
+      waiting[t] += static_cast<double>(region.end_ns - thread.end_ns) * 1e-6;
+    }
+  }
+  for (std::size_t t = 0; t < busy.size(); ++t) {
+    std::printf("  thread %-3zu busy %10.3f ms, waiting %10.3f ms\n", t, busy[t], waiting[t]);
+  }
+  std::printf("  imbalance %.1f %%, %zu synchronisation points\n",
+              100 * (*std::max_element(busy.begin(), busy.end()) / Timing::mean(busy) - 1),
+              record.sync_points());
 }
 
 void print_heading(const Options& options, const Shape& wanted, const Machine& machine,
@@ -246,7 +267,9 @@ void run(const Options& wanted) {
   check(*moe, layer, Batch(layer, options.check_tokens, random));
   const Timing full = measure(*moe, layer, Batch(layer, options.tokens, random), options);
   print_phases(StepKind::kForward, full.forward, machine, moe->kernel_name());
+  print_threads(moe->last_forward());
   print_phases(StepKind::kBackward, full.backward, machine, moe->kernel_name());
+  print_threads(moe->last_backward());
   std::cout << "\n" << text_dump(moe->last_backward(), moe->label(StepKind::kBackward));
 }
 

@@ -99,8 +99,12 @@ TYPED_TEST(OperatorSteadyState, AllocatesNothingWhileItRecordsSpans) {
   for (int n = 0; n < 12; ++n) run_step(moe, problem, out);
   EXPECT_EQ(allocation_count() - before, 0);
   for (const auto& region : moe.last_backward().regions()) {
-    EXPECT_FALSE(region.spans_of(0).empty() && region.threads[0].begin_ns != 0);
-    EXPECT_EQ(region.threads[0].spans_dropped, 0);
+    std::size_t spans = 0;
+    for (std::size_t t = 0; t < region.threads.size(); ++t) {
+      spans += region.spans_of(t).size();
+      EXPECT_EQ(region.threads[t].spans_dropped, 0);
+    }
+    EXPECT_GT(spans, 0U);
   }
 }
 

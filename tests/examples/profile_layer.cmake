@@ -5,7 +5,7 @@ foreach(kernel auto portable)
   run(output ${small} --kernel ${kernel})
   foreach(part "check, 4 tokens against float64: largest relative error [0-9.e-]+" "full_train_loop +[0-9.]+"
           "backward_gate_up +[0-9.]+ +[0-9.]+ %" "    D3_gemm +[0-9.]+ +[0-9.]+ % +[0-9]+ +[0-9.]+ % +[0-9.]+"
-          "threads: busy [0-9.]+ %" "\\[BWD TIMER\\] backward_gate_up: [0-9.]+ ms")
+          "thread 0 +busy +[0-9.]+ ms, waiting +[0-9.]+ ms" "imbalance [0-9.]+ %, [3-6] synchronisation points" "\\[BWD TIMER\\] backward_gate_up: [0-9.]+ ms")
     if(NOT output MATCHES "${part}")
       message(FATAL_ERROR "no '${part}' in\n${output}")
     endif()
