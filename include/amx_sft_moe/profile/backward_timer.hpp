@@ -2,12 +2,11 @@
 // write into a StepRecord and push NVTX ranges. Nothing is printed here.
 //
 //     BACKWARD_TIMER_START(timer, PhaseGroup::kBackwardDown, threads, tasks);  // on the calling thread
-//       ThreadTimer thread_timer(timer, thread);                            // on each thread of the region
-//       BACKWARD_TIMER_CHECKPOINT(thread_timer, Phase::kD3Gemm);            // the time since the last one was
-//       D3_gemm
-//     BACKWARD_TIMER_END(timer);                                            // after the region
+//       ThreadTimer thread_timer(timer, thread);                               // on each thread of the region
+//       BACKWARD_TIMER_CHECKPOINT(thread_timer, Phase::kD3Gemm);               // since the last one: D3_gemm
+//     BACKWARD_TIMER_END(timer);                                               // after the region
 //
-// Recording is a few clock reads a task; with AMX_SFT_MOE_NO_TIMER all of it is empty.
+// Recording is a clock read a task, and a few more a region; with AMX_SFT_MOE_NO_TIMER all of it is empty.
 #pragma once
 
 #include <chrono>
