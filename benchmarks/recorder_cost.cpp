@@ -3,7 +3,7 @@
 //
 //   recorder_cost [tokens] [rounds] [threads] [kernel]         default: 8 tokens of qwen3-30b-a3b, 100 rounds
 //
-// `compiled out, again` is the noise: a second operator of the first kind.
+// `compiled out, again` is the noise: a second operator of the first kind. Dumps are also timed by themselves.
 #include "recorder_cost.hpp"
 
 #include <algorithm>
@@ -114,5 +114,13 @@ int main(int argc, char** argv) {
                 median(candidate.ms), 100 * (median(candidate.ms) / median(candidates[0].ms) - 1),
                 100 * (median(candidate.of_first) - 1));
   }
+  const double step_us = 1e3 * median(candidates[0].ms);
+  const recorder_cost::DumpCosts dumps =
+      recorder_cost::dump_costs(*candidates.back().variant, folder / "alone");
+  std::printf(
+      "dumps of a step by themselves: text %.0f us (%.2f %% of a step), json %.0f us (%.2f %%), trace %.0f us "
+      "(%.2f %%)\n",
+      dumps.text, 100 * dumps.text / step_us, dumps.json, 100 * dumps.json / step_us, dumps.trace,
+      100 * dumps.trace / step_us);
   std::filesystem::remove_all(folder);
 }

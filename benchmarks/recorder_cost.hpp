@@ -33,4 +33,11 @@ class Variant {
 std::unique_ptr<Variant> make_with_timer(Data& data, const std::string& kernel, int threads);
 std::unique_ptr<Variant> make_without_timer(Data& data, const std::string& kernel, int threads);
 
+// Microseconds that the dumps of one step, forward and backward, take by themselves: making text, a JSON line and a
+// trace's events, and writing each to a file. `recorder` is of make_with_timer, has spans and has run.
+struct DumpCosts {
+  double text = 0, json = 0, trace = 0;
+};
+DumpCosts dump_costs(const Variant& recorder, const std::string& file);
+
 }  // namespace recorder_cost

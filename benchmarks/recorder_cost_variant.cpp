@@ -3,6 +3,7 @@
 #include <chrono>
 
 #include "amx_sft_moe/amx_sft_moe.hpp"
+#include "amx_sft_moe/profile/bounded_file.hpp"
 #include "recorder_cost.hpp"
 
 namespace recorder_cost {
@@ -60,6 +61,7 @@ class Operator final : public Variant {
     moe_->backward(rows_of(std::as_const(data_.grad_y)), grads_);
     return std::chrono::duration<double, std::milli>(std::chrono::steady_clock::now() - begin).count();
   }
+  const AnySftMoe& moe() const { return *moe_; }
   std::string kernel() const override { return std::string(moe_->kernel_name()); }
 
  private:
@@ -82,10 +84,38 @@ class Operator final : public Variant {
 
 #ifdef AMX_SFT_MOE_NO_TIMER
 std::unique_ptr<Variant> make_without_timer(Data& data, const std::string& kernel, int threads) {
-#else
-std::unique_ptr<Variant> make_with_timer(Data& data, const std::string& kernel, int threads) {
-#endif
   return std::make_unique<Operator>(data, kernel, threads);
 }
+#else
+std::unique_ptr<Variant> make_with_timer(Data& data, const std::string& kernel, int threads) {
+  return std::make_unique<Operator>(data, kernel, threads);
+}
+
+DumpCosts dump_costs(const Variant& recorder, const std::string& file) {
+  constexpr int kRepeats = 200;
+  const AnySftMoe& moe = dynamic_cast<const Operator&>(recorder).moe();
+  const BoundedFile out(file, std::int64_t{1} << 40, "", "");
+  std::string buffer;
+  const auto time = [&](auto&& append_dump) {
+    const auto begin = std::chrono::steady_clock::now();
+    for (int n = 0; n < kRepeats; ++n) {
+      for (const StepKind kind : {StepKind::kForward, StepKind::kBackward}) {
+        buffer.clear();
+        append_dump(kind == StepKind::kForward ? moe.last_forward() : moe.last_backward(), moe.label(kind));
+        out.append(buffer);
+      }
+    }
+    return std::chrono::duration<double, std::micro>(std::chrono::steady_clock::now() - begin).count() /
+           kRepeats;
+  };
+  DumpCosts costs;
+  costs.text = time([&](const StepRecord& r, const StepLabel& label) { buffer = text_dump(r, label); });
+  costs.json = time([&](const StepRecord& r, const StepLabel& label) { append_json_dump(buffer, r, label); });
+  costs.trace = time([&](const StepRecord& r, const StepLabel& label) {
+    append_trace(buffer, r, label, TraceLane::of_caller());
+  });
+  return costs;
+}
+#endif
 
 }  // namespace recorder_cost

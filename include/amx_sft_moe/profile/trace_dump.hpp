@@ -11,6 +11,8 @@
 #include <sys/syscall.h>
 #include <unistd.h>
 
+#include <cmath>
+
 #include "amx_sft_moe/profile/dump.hpp"
 #include "amx_sft_moe/profile/json_text.hpp"
 
@@ -65,8 +67,8 @@ inline void end_event(std::string& out) {
   out += "}},\n";
 }
 inline void append_work(std::string& out, double flop, double bytes) {
-  json::append(out, "flop", static_cast<std::int64_t>(flop + 0.5));
-  json::append(out, "bytes", static_cast<std::int64_t>(bytes + 0.5));
+  json::append(out, "flop", std::llround(flop));
+  json::append(out, "bytes", std::llround(bytes));
 }
 
 // FLOP and bytes of each phase per nanosecond of the threads' busy time.
