@@ -7,7 +7,7 @@
 //
 //   core/       element types, views, errors, activations as policies
 //   parallel/   regions of tasks: the only place that knows OpenMP
-//   profile/    the list of phases, the recorder, NVTX ranges, dumps
+//   profile/    the list of phases, the recorder, NVTX ranges, dumps and traces
 //   arch/       instruction sets: microkernels and row operations, the only place with intrinsics
 //   gemm/       gemm_nt, gemm_nn, gemm_tn over panels; blocking constants
 //   lora/       adapters and their own products
@@ -41,6 +41,10 @@
 #include "amx_sft_moe/parallel/tasks.hpp"
 #include "amx_sft_moe/profile/backward_timer.hpp"
 #include "amx_sft_moe/profile/dump.hpp"
+#include "amx_sft_moe/profile/json_dump.hpp"
+#include "amx_sft_moe/profile/step_observer.hpp"
 #include "amx_sft_moe/profile/step_record.hpp"
+#include "amx_sft_moe/profile/step_totals.hpp"
+#include "amx_sft_moe/profile/trace_dump.hpp"
 //
 #include "amx_sft_moe/core/undef_macros.hpp"

@@ -43,9 +43,41 @@ class LoraFactors:
 _NO_LORA = LoraFactors()
 
 
-def _range(name: str) -> Any:
-    # A record_function costs some microseconds also with no profiler attached.
-    return record_function(name) if torch.autograd._profiler_enabled() else nullcontext()
+class _Ranges:
+    """A pass, its groups and phases as torch's profiler sees them: ``amx_sft_moe::forward`` and in it
+    ``amx_sft_moe::forward_gather``, ``amx_sft_moe::gather`` and so on, each while it runs.
+
+    Phases are those that the calling thread works on; what its helpers do is in the operator's own record.
+    """
+
+    def __init__(self, name: str, operator: _core.SftMoe) -> None:
+        self._name = name
+        self._operator = operator
+        self._open: list[record_function] = []
+
+    def enter(self, name: str) -> None:
+        """The pass enters a group or a phase; called by the operator."""
+        self._open.append(record_function(f"amx_sft_moe::{name}").__enter__())
+
+    def leave(self) -> None:
+        """The pass leaves what it entered last; called by the operator."""
+        self._open.pop().__exit__(None, None, None)
+
+    def __enter__(self) -> None:
+        self.enter(self._name)
+        self._operator.ranges = self
+
+    def __exit__(self, *exception: object) -> None:
+        self._operator.ranges = None
+        self.leave()
+
+
+_NO_RANGES = nullcontext()
+
+
+def _ranges(name: str, operator: _core.SftMoe) -> Any:
+    # With no profiler attached this question is all that it costs.
+    return _Ranges(name, operator) if torch.autograd._profiler_enabled() else _NO_RANGES
 
 
 class _Experts(torch.autograd.Function):
@@ -59,8 +91,9 @@ class _Experts(torch.autograd.Function):
         routing_weights: torch.Tensor,
         *parameters: torch.Tensor | None,
     ) -> torch.Tensor:
-        with _range("amx_sft_moe.forward"):
-            y, saved = experts.operator().forward_saved(
+        operator = experts.operator()
+        with _ranges("forward", operator):
+            y, saved = operator.forward_saved(
                 x, expert_ids, routing_weights, *_for_core(lora.shared_a, lora.scaling, parameters), True
             )
         # Only what is no tensor may hang on ctx: the rest would outlive its layer under checkpointing.
@@ -75,8 +108,9 @@ class _Experts(torch.autograd.Function):
         x, expert_ids, routing_weights, saved, *parameters = ctx.saved_tensors
         needs = ctx.needs_input_grad
         wanted = [needs[_X], needs[_ROUTING_WEIGHTS], *needs[_FACTORS:]]
-        with _range("amx_sft_moe.backward"):
-            grad_x, grad_weights, *grads = ctx.experts.operator().backward_saved(
+        operator = ctx.experts.operator()
+        with _ranges("backward", operator):
+            grad_x, grad_weights, *grads = operator.backward_saved(
                 x,
                 expert_ids,
                 routing_weights,
@@ -165,6 +199,7 @@ def sft_moe(
         experts.require_frozen()
         if any(t is not None and t.requires_grad for t in (x, routing_weights, *parameters)):
             return _Experts.apply(experts, lora, x, expert_ids, routing_weights, *parameters)
-    with _range("amx_sft_moe.forward"):
+    operator = experts.operator()
+    with _ranges("forward", operator):
         core_parameters = _for_core(lora.shared_a, lora.scaling, parameters)
-        return experts.operator().forward_saved(x, expert_ids, routing_weights, *core_parameters, False)[0]
+        return operator.forward_saved(x, expert_ids, routing_weights, *core_parameters, False)[0]

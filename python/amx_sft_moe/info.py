@@ -10,7 +10,14 @@ from typing import Any
 from amx_sft_moe import _core
 from amx_sft_moe.kernels import ONEDNN, load_onednn
 
-_ENVIRONMENT = ("AMX_SFT_MOE_KERNEL", "AMX_SFT_MOE_TIMER", "AMX_SFT_MOE_TIMER_FILE", "OMP_NUM_THREADS")
+_ENVIRONMENT = (
+    "AMX_SFT_MOE_KERNEL",
+    "AMX_SFT_MOE_TIMER",
+    "AMX_SFT_MOE_TIMER_FILE",
+    "AMX_SFT_MOE_TRACE",
+    "AMX_SFT_MOE_TRACE_LIMIT",
+    "OMP_NUM_THREADS",
+)
 
 
 def _cpu_name() -> str:

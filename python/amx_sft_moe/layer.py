@@ -51,12 +51,29 @@ class _ThreadState(threading.local):
 
     def __init__(self) -> None:
         self.workspace = _core.Workspace()
-        self.operators: weakref.WeakKeyDictionary[FrozenExperts, tuple[_core.SftMoe, tuple[int, ...]]] = (
+        # Each with the addresses and the name that it was given.
+        self.operators: weakref.WeakKeyDictionary[FrozenExperts, tuple[_core.SftMoe, tuple[int, ...], str]] = (
             weakref.WeakKeyDictionary()
         )
+        self.collects_times = False
 
 
 _of_this_thread = _ThreadState()
+
+
+def collect_times(wanted: bool) -> None:
+    """Whether the calling thread's operators, those of today and those made later, add up what
+    :func:`take_times` returns."""
+    _of_this_thread.collects_times = wanted
+    for made, *_ in _of_this_thread.operators.values():
+        made.collect_totals(wanted)
+
+
+def take_times() -> list[tuple[dict[str, Any], dict[str, Any]]]:
+    """For each operator of the calling thread the sums over its forwards and over its backwards since the last
+    call: ``passes``, ``tokens``, ``total_ms``, ``busy_ms``, ``waiting_ms``, and by name ``groups`` and
+    ``phases`` (ms), ``flop`` and ``bytes``."""
+    return [made.take_totals() for made, *_ in _of_this_thread.operators.values()]
 
 
 class FrozenExperts:
@@ -81,7 +98,9 @@ class FrozenExperts:
         activation: str | Mapping[str, Any] = "silu",
         kernel: str = "auto",
         num_threads: int | None = None,
+        name: str = "",
     ) -> None:
+        self.name = name  # of the layer in dumps and traces; may be changed
         given = {
             "gate_up_proj": gate_up_proj,
             "gate_proj": gate_proj,
@@ -130,12 +149,14 @@ class FrozenExperts:
         state = _of_this_thread
         addresses = tuple([weight.data_ptr() for weight in self._weights.values()])
         found = state.operators.get(self)
-        if found is not None and found[1] == addresses:
+        if found is not None and found[1] == addresses and found[2] is self.name:
             return found[0]
         made = found[0] if found is not None else None
         if made is None:
             provider = provider_of(self._options["kernel"])
             made = _core.SftMoe(**self._options, workspace=state.workspace, provider=provider)
+            made.collect_totals(state.collects_times)
+        made.name = self.name
         weights = self._weights
         made.set_base(
             weights.get("gate_proj"),
@@ -144,7 +165,7 @@ class FrozenExperts:
             weights.get("gate_up_proj"),
             _core.Biases(self.biases.tensors()),
         )
-        state.operators[self] = (made, addresses)
+        state.operators[self] = (made, addresses, self.name)
         return made
 
     def require_frozen(self) -> None:

@@ -48,7 +48,7 @@ class SftMoeExperts(nn.Module):
         lora_alpha: the scaling is ``lora_alpha / lora_rank``; ``None`` means 1.
         shared_lora_a: gate and up share one A, as in PEFT's adapters of fused experts.
         lora_dtype: of the factors, float32 or bfloat16.
-        activation, kernel, num_threads: as for :class:`amx_sft_moe.SftMoe`.
+        activation, kernel, num_threads, name: as for :class:`amx_sft_moe.SftMoe`.
 
     Threading: threads may run one module at the same time; each gets an operator and scratch memory of its
         own.
@@ -73,8 +73,10 @@ class SftMoeExperts(nn.Module):
         activation: str | Mapping[str, Any] = "silu",
         kernel: str = "auto",
         num_threads: int | None = None,
+        name: str = "",
     ) -> None:
         super().__init__()
+        self._name = name
         self.top_k = as_int("top_k", top_k, 1)
         self.lora_rank = as_int("lora_rank", lora_rank, 0)
         self.lora_alpha = None if lora_alpha is None else as_float("lora_alpha", lora_alpha)
@@ -127,6 +129,17 @@ class SftMoeExperts(nn.Module):
         return [name for name in (_SHARED if self.shared_lora_a else _SEPARATE) if name is not None]
 
     @property
+    def layer_name(self) -> str:
+        """Of the layer in dumps and traces; may be set at any time."""
+        return self._name
+
+    @layer_name.setter
+    def layer_name(self, name: str) -> None:
+        self._name = name
+        if self._experts is not None:
+            self._experts.name = name
+
+    @property
     def scaling(self) -> float:
         """``lora_alpha / lora_rank``."""
         return 1.0 if self.lora_alpha is None or self.lora_rank == 0 else self.lora_alpha / self.lora_rank
@@ -141,7 +154,7 @@ class SftMoeExperts(nn.Module):
             or any(weights.get(name) is not weight for name, weight in found.weights.items())
             or any(a is not b for a, b in zip(biases.tensors(), found.biases.tensors(), strict=True))
         ):
-            found = FrozenExperts(top_k=self.top_k, biases=biases, **weights, **self._options)
+            found = FrozenExperts(top_k=self.top_k, biases=biases, **weights, **self._options, name=self._name)
             self._experts = found
         return found
 

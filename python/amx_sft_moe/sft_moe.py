@@ -172,6 +172,9 @@ class SftMoe:
             else the best available) or a name that :func:`amx_sft_moe.info` lists.
         num_threads: threads of a call; ``None``: as many as OpenMP would use.
         workspace: scratch memory to share with other operators.
+        name: of the layer, in dumps and traces.
+        record_spans: keep, per thread, which phase it worked on when (``spans`` of :meth:`last_forward_times`).
+            On in any case where ``AMX_SFT_MOE_TRACE`` or ``AMX_SFT_MOE_TIMER=json`` writes them.
 
     Raises:
         KernelError: the kernel is unknown or not available here.
@@ -193,10 +196,14 @@ class SftMoe:
         num_threads: int | None = None,
         *,
         workspace: Workspace | None = None,
+        name: str = "",
+        record_spans: bool = False,
     ) -> None:
-        name, limit, alpha = parse_activation(activation)
+        activation_name, limit, alpha = parse_activation(activation)
         if not isinstance(kernel, str):
             raise TypeError(f"kernel: expected a str, got {type(kernel).__name__}")
+        if not isinstance(name, str):
+            raise TypeError(f"name: expected a str, got {type(name).__name__}")
         if workspace is not None and not isinstance(workspace, _core.Workspace):
             raise TypeError(f"workspace: expected a Workspace, got {type(workspace).__name__}")
         self.num_experts = as_int("num_experts", num_experts, 1)
@@ -213,14 +220,21 @@ class SftMoe:
             lora_alpha=self.lora_alpha,
             max_tokens=None if max_tokens is None else as_int("max_tokens", max_tokens, 0),
             cache_depth=as_int("cache_depth", cache_depth, 1),
-            activation=name,
+            activation=activation_name,
             limit=limit,
             alpha=alpha,
             kernel=kernel,
             num_threads=0 if num_threads is None else as_int("num_threads", num_threads, 1),
             workspace=workspace,
             provider=provider_of(kernel),
+            name=name,
+            record_spans=bool(record_spans),
         )
+
+    @property
+    def name(self) -> str:
+        """Of the layer, in dumps and traces."""
+        return self._core.name
 
     @property
     def kernel(self) -> str:
@@ -401,9 +415,13 @@ class SftMoe:
     def last_forward_times(self) -> dict[str, Any]:
         """Where the time of the last forward went; empty before the first one.
 
-        Keys: ``total_ms``, ``tokens``, ``routed_rows``, ``sync_points``; ``groups`` and ``phases`` (name to
-        wall milliseconds), ``kinds`` (phase to ``"measured"``, ``"fused"``, ``"not needed"`` or ``"total"``),
-        and ``threads``: per thread ``busy_ms``, ``waiting_ms``, and its ``phases`` (ms) and ``tasks``.
+        Keys: ``total_ms``, ``begin_ns`` and ``end_ns`` (of the steady clock, ``time.monotonic_ns()`` on Linux),
+        ``index`` (of this pass among the operator's forwards), ``tokens``, ``routed_rows``, ``sync_points``;
+        ``groups`` and ``phases`` (name to wall milliseconds), ``kinds`` (phase to ``"measured"``, ``"fused"``,
+        ``"not needed"`` or ``"total"``), ``flop`` and ``bytes`` (phase to what it had to do: products over
+        routed rows, and every tensor read or written once); and ``threads``: per thread ``busy_ms``,
+        ``waiting_ms``, its ``phases`` (ms) and ``tasks``, and, where they are recorded, its ``spans``
+        ``(phase, begin_ns, end_ns, tasks)`` in order, with ``spans_dropped`` that did not fit.
         """
         return self._core.last_times(False)
 
@@ -415,7 +433,8 @@ class SftMoe:
         """The last forward and the last backward as text in the published form, or as JSON lines.
 
         ``AMX_SFT_MOE_TIMER=text`` (or ``json``), with ``AMX_SFT_MOE_TIMER_FILE`` if it is not to go to standard
-        error, dumps each step of every operator made while it is set.
+        error, dumps each step of every operator made while it is set; ``AMX_SFT_MOE_TRACE=file.json`` writes
+        each step as Chrome trace events, for Perfetto. docs/profiling.md describes both.
 
         Args:
             form: ``"text"`` (``[DOWN] D3_gemm: 41.123 ms``) or ``"json"``.

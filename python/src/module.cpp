@@ -5,7 +5,9 @@
 #include <pybind11/stl.h>
 
 #include "info.hpp"
+#include "machine.hpp"
 #include "operator.hpp"
+#include "times.hpp"
 
 namespace py = pybind11;
 using amx_sft_moe::Activation;
@@ -98,7 +100,8 @@ void bind_operator(py::module_& m) {
       .def(py::init([](index_t num_experts, index_t top_k, index_t hidden_size, index_t intermediate_size,
                        optional<float> lora_alpha, optional<index_t> max_tokens, index_t cache_depth,
                        const std::string& activation, float limit, float alpha, std::string kernel,
-                       int num_threads, const optional<SharedWorkspace>& workspace, py::object provider) {
+                       int num_threads, const optional<SharedWorkspace>& workspace, py::object provider,
+                       std::string name, bool record_spans) {
              Config config;
              config.num_experts = num_experts;
              config.top_k = top_k;
@@ -108,13 +111,16 @@ void bind_operator(py::module_& m) {
              config.cache_depth = cache_depth;
              config.activation = activation_of(activation, limit, alpha);
              config.num_threads = num_threads;
+             config.name = std::move(name);
+             config.record_spans = record_spans;
              return std::make_unique<Operator>(config, std::move(kernel), lora_alpha, workspace,
                                                std::move(provider));
            }),
            py::kw_only(), py::arg("num_experts"), py::arg("top_k"), py::arg("hidden_size"),
            py::arg("intermediate_size"), py::arg("lora_alpha"), py::arg("max_tokens"), py::arg("cache_depth"),
            py::arg("activation"), py::arg("limit"), py::arg("alpha"), py::arg("kernel"), py::arg("num_threads"),
-           py::arg("workspace"), py::arg("provider") = py::none())
+           py::arg("workspace"), py::arg("provider") = py::none(), py::arg("name") = "",
+           py::arg("record_spans") = false)
       .def("set_base", &Operator::set_base)
       .def("set_lora", &Operator::set_lora)
       .def("forward_sft", &Operator::forward_sft)
@@ -124,7 +130,11 @@ void bind_operator(py::module_& m) {
       .def("clear", &Operator::clear)
       .def("last_times", &Operator::last_times)
       .def("last_dump", &Operator::last_dump)
+      .def("collect_totals", &Operator::collect_totals)
+      .def("take_totals", &Operator::take_totals)
       .def("memory", &Operator::memory)
+      .def_property("ranges", &Operator::ranges, &Operator::set_ranges)
+      .def_property("name", &Operator::name, &Operator::set_name)
       .def_property_readonly("saved_depth", &Operator::saved_depth)
       .def_property_readonly("kernel", &Operator::kernel)
       .def_property_readonly("weight_dtype", &Operator::weight_dtype);
@@ -136,5 +146,7 @@ PYBIND11_MODULE(_core, m) {
   m.doc() = "Bindings of the C++ library amx_sft_moe.";
   register_errors();
   bind_operator(m);
+  amx_sft_moe::python::bind_machine(m);
+  m.def("phase_groups", &amx_sft_moe::python::phase_groups);
   m.def("info", &amx_sft_moe::python::info, py::arg("provider"));
 }

@@ -64,6 +64,7 @@ void Operator::set_base(py::handle gate_proj, py::handle up_proj, py::handle dow
     const ResolvedKernel& kernel = base.dtype == DType::kBf16 ? bf16_kernel_ : fp32_kernel_;
     if (kernel.name.empty()) throw KernelError(kernel.refusal);
     moe_ = kernels_.make(kernel.name, config_, base.views, {}, workspace_);
+    moe_->set_observer(ranges_.get());
   } else {
     moe_->set_base(base.views);
   }
@@ -98,6 +99,7 @@ py::object Operator::forward_sft(py::handle x, py::handle expert_ids, py::handle
     use(parameters);
     moe.forward_sft(in.routing.view, in.x_view, y_view, save_for_backward);
   }
+  count(StepKind::kForward);
   if (save_for_backward) entries_.push_back({in.tokens(), in.x.dtype(), in.routing.weights.dtype()});
   if (!out.is_none()) mark_written(y);
   return out.is_none() ? y.owner : py::reinterpret_borrow<py::object>(out);
@@ -149,6 +151,7 @@ py::dict Operator::backward(py::handle grad_y_object, bool accumulate, float sca
     use(parameters);
     moe.backward(grad_y_view, grads);
   }
+  count(StepKind::kBackward);
   entries_.pop_back();
   for (const Tensor& tensor : given) mark_written(tensor);
   return results;
@@ -179,6 +182,7 @@ py::tuple Operator::forward_saved(py::handle x, py::handle expert_ids, py::handl
       moe.forward_sft(in.routing.view, in.x_view, y_view, false);
     }
   }
+  count(StepKind::kForward);
   return py::make_tuple(y.owner, saved ? saved->owner : py::object(py::none()));
 }
 
@@ -213,6 +217,7 @@ py::tuple Operator::backward_saved(py::handle x, py::handle expert_ids, py::hand
     use(parameters);
     moe.backward(in.routing.view, in.x_view, layout.views(saved.data), grad_y_view, grads);
   }
+  count(StepKind::kBackward);
   return py::tuple(results);
 }
 
@@ -229,16 +234,44 @@ index_t Operator::saved_depth() {
 
 py::dict Operator::last_times(bool backward) {
   const Guard guard(in_use_, "last times");
-  return step_times(moe_ ? (backward ? &moe_->last_backward() : &moe_->last_forward()) : nullptr, backward);
+  const StepKind kind = backward ? StepKind::kBackward : StepKind::kForward;
+  return step_times(moe_ ? &last(kind) : nullptr, kind);
 }
 
 std::string Operator::last_dump(bool backward, bool json) {
   const Guard guard(in_use_, "last dump");
-  if (!moe_) return {};
-  const StepRecord& record = backward ? moe_->last_backward() : moe_->last_forward();
-  if (record.empty()) return {};
-  const StepLabel label{backward ? StepKind::kBackward : StepKind::kForward, {}, moe_->kernel_name()};
-  return json ? json_dump(record, label) : text_dump(record, label);
+  const StepKind kind = backward ? StepKind::kBackward : StepKind::kForward;
+  if (!moe_ || last(kind).empty()) return {};
+  return json ? json_dump(last(kind), moe_->label(kind)) : text_dump(last(kind), moe_->label(kind));
+}
+
+void Operator::count(StepKind kind) {
+  if (collects_totals_) (kind == StepKind::kBackward ? backward_totals_ : forward_totals_).add(last(kind));
+}
+
+void Operator::collect_totals(bool wanted) {
+  const Guard guard(in_use_, "collect totals");
+  collects_totals_ = wanted;
+}
+
+py::tuple Operator::take_totals() {
+  const Guard guard(in_use_, "totals");
+  py::tuple result = py::make_tuple(total_times(std::exchange(forward_totals_, {}), StepKind::kForward),
+                                    total_times(std::exchange(backward_totals_, {}), StepKind::kBackward));
+  return result;
+}
+
+void Operator::set_ranges(const py::object& ranges) {
+  const Guard guard(in_use_, "ranges");
+  auto made = ranges.is_none() ? nullptr : std::make_unique<PythonRanges>(ranges);
+  if (moe_) moe_->set_observer(made.get());
+  ranges_ = std::move(made);
+}
+
+void Operator::set_name(const std::string& name) {
+  const Guard guard(in_use_, "name");
+  if (moe_) moe_->set_name(name);
+  config_.name = name;
 }
 
 py::dict Operator::memory() {

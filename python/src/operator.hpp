@@ -11,6 +11,7 @@
 #include "base_weights.hpp"
 #include "call_tensors.hpp"
 #include "kernels.hpp"
+#include "ranges.hpp"
 
 namespace amx_sft_moe::python {
 
@@ -74,6 +75,14 @@ class Operator {
   index_t saved_depth();
   py::dict last_times(bool backward);
   std::string last_dump(bool backward, bool json);
+  // Sums over passes, kept from when they are first asked for: (forward, backward) since the last call.
+  py::tuple take_totals();
+  void collect_totals(bool wanted);
+  // An object with enter(name) and leave(), told where a pass is, or None.
+  py::object ranges() const { return ranges_ ? ranges_->object() : py::none(); }
+  void set_ranges(const py::object& ranges);
+  const std::string& name() const { return config_.name; }
+  void set_name(const std::string& name);
   py::dict memory();
   std::string kernel() const;
   py::object weight_dtype() const;
@@ -83,8 +92,13 @@ class Operator {
   AnySftMoe& ready();
   // Hands the parameters of one call to the library. Needs no GIL.
   void use(const ParameterTensors& parameters);
+  // After a pass of the library: its part in the totals.
+  void count(StepKind kind);
+  const StepRecord& last(StepKind kind) const {
+    return kind == StepKind::kBackward ? moe_->last_backward() : moe_->last_forward();
+  }
 
-  const Config config_;
+  Config config_;
   const std::string requested_kernel_;
   const py::object provider_;  // outlives moe_
   const KernelProvider& kernels_;
@@ -93,7 +107,10 @@ class Operator {
   const ResolvedKernel fp32_kernel_;
   const std::optional<float> lora_alpha_;
   const std::shared_ptr<Workspace> workspace_;
+  std::unique_ptr<PythonRanges> ranges_;  // outlives moe_
   std::unique_ptr<AnySftMoe> moe_;
+  bool collects_totals_ = false;
+  StepTotals forward_totals_, backward_totals_;
   BaseTensors base_;
   ParameterObjects parameters_;
   std::deque<GradientTypes> entries_;  // of the stack: what the library does not know about its entries

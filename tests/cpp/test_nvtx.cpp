@@ -13,6 +13,7 @@
 
 #include "nvtx_recorder.hpp"
 #include "step.hpp"
+#include "trace_events.hpp"
 
 namespace sft_test {
 namespace {
@@ -100,6 +101,45 @@ TEST_F(NvtxTest, PhasesLieInGroups) {
   ASSERT_EQ(names.size(), 2U);
   for (const std::string& name : names.at(0)) EXPECT_TRUE(is_group(name)) << name;
   for (const std::string& name : names.at(1)) EXPECT_TRUE(is_phase(name)) << name;
+}
+
+// The trace of the same step, without what the calling thread did before the first region (it is over when the
+// record begins), has the same groups and in them the same phases in the same order.
+TEST_F(NvtxTest, SameTreeAsTheTrace) {
+  const auto path = fresh_file("nvtx_tree.json");
+  const Variable trace("AMX_SFT_MOE_TRACE", path.string());
+  const Problem problem = random_problem(kCase, kPlain, DType::kBf16);
+  auto config = problem.config();
+  config.num_threads = 1;
+  step_alone<PortableBf16>(problem, config);
+  std::vector<std::string> of_nvtx;
+  int depth = 0;
+  for (const NvtxEvent& event : events()) {
+    depth += event.push ? 1 : -1;
+    if (event.push) of_nvtx.push_back(std::string(static_cast<std::size_t>(depth), ' ') + event.name);
+  }
+  std::vector<std::string> of_trace;
+  int to_leave_out = 0;
+  for (const TraceSlice& slice : slices_of(contents(path))) {
+    if (slice.category == "step") to_leave_out = 2;  // its first group with the one phase in it
+    if (slice.category == "step" || to_leave_out-- > 0) continue;
+    of_trace.push_back((slice.category == "group" ? " " : "  ") + slice.name);
+  }
+  EXPECT_GT(of_nvtx.size(), 20U);
+  EXPECT_EQ(of_nvtx, of_trace);
+}
+
+TEST_F(NvtxTest, ADriversOwnRangeIsAroundAll) {
+  const Problem problem = random_problem(kCase, kPlain, DType::kBf16);
+  auto config = problem.config();
+  config.num_threads = 1;
+  {
+    const amx_sft_moe::nvtx::Range range("full_train_loop");
+    step_alone<PortableBf16>(problem, config);
+  }
+  const auto names = names_by_depth(events());
+  EXPECT_EQ(names.at(0), std::multiset<std::string>({"full_train_loop"}));
+  for (const std::string& name : names.at(1)) EXPECT_TRUE(is_group(name)) << name;
 }
 
 TEST_F(NvtxTest, BalancedWhenATaskThrows) {

@@ -85,6 +85,29 @@ TYPED_TEST(OperatorSteadyState, AllocatesNothing) {
   }
 }
 
+// Spans have their room, which depends on the work alone.
+TYPED_TEST(OperatorSteadyState, AllocatesNothingWhileItRecordsSpans) {
+  if (kIsOneDnn<TypeParam>) GTEST_SKIP() << "oneDNN itself allocates in each execution of a primitive";
+  const Case c{"spans", 33, 2, 4, 64, 96, {8, 8, 8}};
+  const Problem problem = random_problem(c, kPlain, kWeightDType<TypeParam>);
+  amx_sft_moe::Config config = problem.config();
+  config.record_spans = true;
+  Moe<TypeParam> moe = make_moe<TypeParam>(problem, config);
+  const Outputs out(problem);
+  run_step(moe, problem, out);
+  const std::int64_t before = allocation_count();
+  for (int n = 0; n < 12; ++n) run_step(moe, problem, out);
+  EXPECT_EQ(allocation_count() - before, 0);
+  for (const auto& region : moe.last_backward().regions()) {
+    std::size_t spans = 0;
+    for (std::size_t t = 0; t < region.threads.size(); ++t) {
+      spans += region.spans_of(t).size();
+      EXPECT_EQ(region.threads[t].spans_dropped, 0);
+    }
+    EXPECT_GT(spans, 0U);
+  }
+}
+
 // Nor does anything pile up, of oneDNN's compiled products for example, which are part of the count.
 TYPED_TEST(OperatorSteadyState, WorkspaceStaysAsLarge) {
   for (const Case& c : kCasesOfSteps) {

@@ -2,6 +2,7 @@
 // no test here depends on how long something takes.
 #include <gtest/gtest.h>
 
+#include <array>
 #include <cmath>
 #include <set>
 #include <string>
@@ -51,7 +52,7 @@ class PhaseRecord : public KernelTest<Kernel> {
   static void expect_regions_nest(const StepRecord& record) {
     std::int64_t last_end = record.begin_ns;
     for (const auto& region : record.regions()) {
-      EXPECT_GE(region.begin_ns, last_end);
+      EXPECT_EQ(region.begin_ns, last_end) << "time that belongs to nobody";
       EXPECT_GE(region.end_ns, region.begin_ns);
       last_end = region.end_ns;
       std::size_t took_part = 0;
@@ -95,6 +96,33 @@ class PhaseRecord : public KernelTest<Kernel> {
 };
 TYPED_TEST_SUITE(PhaseRecord, AllKernels, KernelLabels);
 
+// Spans tell the same as the sums of each thread: in order, without gaps.
+void expect_spans_agree(const StepRecord& record) {
+  for (const auto& region : record.regions()) {
+    for (std::size_t t = 0; t < region.threads.size(); ++t) {
+      const auto& thread = region.threads[t];
+      std::array<std::int64_t, kPhaseCount> busy{};
+      std::array<std::int64_t, kPhaseCount> tasks{};
+      std::int64_t last_end = thread.begin_ns;
+      Phase last = Phase::kCount;
+      for (const amx_sft_moe::Span& span : region.spans_of(t)) {
+        EXPECT_EQ(span.begin_ns, last_end);
+        EXPECT_NE(span.phase, last) << "two spans that should be one";
+        EXPECT_EQ(amx_sft_moe::info_of(span.phase).group < PhaseGroup::kBackwardDown,
+                  region.group < PhaseGroup::kBackwardDown);
+        last_end = span.end_ns;
+        last = span.phase;
+        busy[static_cast<std::size_t>(span.phase)] += span.end_ns - span.begin_ns;
+        tasks[static_cast<std::size_t>(span.phase)] += span.tasks;
+      }
+      EXPECT_EQ(last_end, thread.end_ns);
+      EXPECT_EQ(busy, thread.busy_ns);
+      EXPECT_EQ(tasks, thread.tasks);
+      EXPECT_EQ(thread.spans_dropped, 0);
+    }
+  }
+}
+
 inline constexpr Case kCase{"phases", 33, 2, 4, 48, 64, {8, 8, 8}, kSkipped};
 
 TYPED_TEST(PhaseRecord, OfAStep) {
@@ -113,6 +141,24 @@ TYPED_TEST(PhaseRecord, OfAStep) {
       this->expect_phases_add_up(*record);
     }
     EXPECT_LE(moe.last_forward().end_ns, moe.last_backward().begin_ns);
+  }
+}
+
+TYPED_TEST(PhaseRecord, SpansWhereTheConfigurationWantsThem) {
+  const Problem problem = random_problem(kCase, kPlain, kWeightDType<TypeParam>);
+  for (const int threads : {1, 3}) {
+    auto config = problem.config();
+    config.num_threads = threads;
+    config.record_spans = true;
+    Moe<TypeParam> moe = make_moe<TypeParam>(problem, config);
+    const Outputs out(problem);
+    for (int n = 0; n < 2; ++n) {
+      run_step(moe, problem, out);
+      EXPECT_EQ(moe.last_backward().index, n);
+      EXPECT_EQ(moe.last_backward().threads, threads);
+      expect_spans_agree(moe.last_forward());
+      expect_spans_agree(moe.last_backward());
+    }
   }
 }
 

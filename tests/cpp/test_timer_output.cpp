@@ -2,48 +2,16 @@
 // named.
 #include <gtest/gtest.h>
 
-#include <cstdlib>
-#include <filesystem>
-#include <fstream>
 #include <regex>
-#include <sstream>
 #include <string>
 
+#include "environment.hpp"
 #include "step.hpp"
 
 namespace sft_test {
 namespace {
 
 constexpr Case kCase{"timer", 20, 2, 4, 32, 48, {4, 4, 4}};
-
-// Sets an environment variable for one test.
-class Variable {
- public:
-  Variable(const char* name, const std::string& value) : name_(name) { setenv(name, value.c_str(), 1); }
-  Variable(const Variable&) = delete;
-  Variable& operator=(const Variable&) = delete;
-  ~Variable() { unsetenv(name_); }
-
- private:
-  const char* name_;
-};
-
-std::filesystem::path fresh_file(const std::string& name) {
-  const auto path = std::filesystem::path(testing::TempDir()) / name;
-  std::filesystem::remove(path);
-  return path;
-}
-std::string contents(const std::filesystem::path& path) {
-  std::stringstream text;
-  text << std::ifstream(path).rdbuf();
-  return text.str();
-}
-std::size_t lines_with(const std::string& text, const std::string& part) {
-  std::istringstream lines(text);
-  std::size_t found = 0;
-  for (std::string line; std::getline(lines, line);) found += line.find(part) != std::string::npos ? 1 : 0;
-  return found;
-}
 
 TEST(TimerOutput, TextHasEveryPublishedNameWithANumber) {
   const auto path = fresh_file("timer_text");
@@ -81,7 +49,9 @@ TEST(TimerOutput, JsonIsOneLineAStep) {
   const std::string text = contents(path);
   EXPECT_EQ(lines_with(text, "\"step\":\"forward\""), 1U);
   EXPECT_EQ(lines_with(text, "\"step\":\"backward\""), 1U);
-  EXPECT_EQ(lines_with(text, R"("name":"a \"quoted\" layer","kernel":"portable","tokens":20)"), 2U);
+  EXPECT_EQ(lines_with(text, R"({"format":"amx_sft_moe.step/1","step":)"), 2U);
+  EXPECT_EQ(lines_with(text, R"("name":"a \"quoted\" layer","kernel":"portable","pid":)"), 2U);
+  EXPECT_EQ(lines_with(text, R"(,"tokens":20,"routed_rows":40,"threads":2,"begin_ns":)"), 2U);
   EXPECT_EQ(lines_with(text, "\"GU3_lora_passes_total\":"), 1U);
   EXPECT_EQ(lines_with(text, ""), 2U);
 }
@@ -114,6 +84,18 @@ TEST(TimerOutput, RefusesWhatItCannotDo) {
   const Variable form("AMX_SFT_MOE_TIMER", "xml");
   EXPECT_EQ(message(), "AMX_SFT_MOE_TIMER: expected text or json, got xml");
   const Variable good("AMX_SFT_MOE_TIMER", "text");
+  for (const char* limit : {"0", "-1", "many", "3x", "nan", "1e30"}) {
+    const Variable wrong("AMX_SFT_MOE_TRACE_LIMIT", limit);
+    EXPECT_EQ(message(), std::string("AMX_SFT_MOE_TRACE_LIMIT: expected a number of MB above 0, got ") + limit);
+  }
+  {
+    const Variable trace("AMX_SFT_MOE_TRACE", testing::TempDir());
+    EXPECT_NE(message().find("AMX_SFT_MOE_TRACE: expected a file to append to, got "), std::string::npos);
+  }
+  {
+    const Variable terminal("AMX_SFT_MOE_TRACE", "/dev/null");
+    EXPECT_NE(message().find("AMX_SFT_MOE_TRACE: expected a file to append to, got "), std::string::npos);
+  }
   const Variable file("AMX_SFT_MOE_TIMER_FILE", testing::TempDir() + "no/such/folder/file");
   EXPECT_NE(message().find("AMX_SFT_MOE_TIMER_FILE: expected a file to append to, got "), std::string::npos);
 }

@@ -441,4 +441,4 @@ def test_profiler_sees_both_passes() -> None:
     with torch.profiler.profile() as profile:
         experts(layer.x, layer.expert_ids, layer.routing_weights).sum().backward()
     names = {event.key for event in profile.key_averages()}
-    assert {"amx_sft_moe.forward", "amx_sft_moe.backward"} <= names
+    assert {"amx_sft_moe::forward", "amx_sft_moe::backward"} <= names

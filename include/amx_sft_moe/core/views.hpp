@@ -165,6 +165,7 @@ class ExpertIds {
   ExpertIds(const std::int32_t* data, index_t row_stride) : narrow_(data), row_stride_(row_stride) {}
   bool empty() const { return wide_ == nullptr && narrow_ == nullptr; }
   index_t row_stride() const { return row_stride_; }
+  index_t element_size() const { return wide_ != nullptr ? 8 : 4; }
   std::int64_t at(index_t token, index_t slot) const {
     const index_t i = token * row_stride_ + slot;
     return wide_ != nullptr ? wide_[i] : narrow_[i];

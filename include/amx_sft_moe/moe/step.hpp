@@ -65,7 +65,7 @@ template <class Kernel, class Run>
 void run_region(Step<Kernel>& step, PhaseGroup group, Run&& run) {
   const auto& tasks = step.work.tasks;
   if (tasks.empty()) return;
-  BACKWARD_TIMER_START(step.timer, group, step.threads);
+  BACKWARD_TIMER_START(step.timer, group, step.threads, static_cast<index_t>(tasks.size()));
   parallel::run_tasks(step.threads, static_cast<index_t>(tasks.size()), [&](int thread) {
     // The lambda is the worker's call operator; the Worker lives in it, on its thread, until no task is left.
     return

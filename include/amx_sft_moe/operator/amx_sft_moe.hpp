@@ -15,6 +15,7 @@
 
 #include "amx_sft_moe/moe/backward.hpp"
 #include "amx_sft_moe/operator/saved_stack.hpp"
+#include "amx_sft_moe/operator/step_shape.hpp"
 #include "amx_sft_moe/operator/validate.hpp"
 #include "amx_sft_moe/profile/timer_output.hpp"
 
@@ -43,6 +44,8 @@ class AMX_SFT_MOE {
     if (const std::string why = Kernel::refusal(); !why.empty()) {
       throw KernelError(concat("kernel ", Kernel::kName, ": ", why));
     }
+    forward_record_.wants_spans = config_.record_spans || timer_output_.wants_spans();
+    backward_record_.wants_spans = forward_record_.wants_spans;
     set_base(weights);
     set_lora(lora);
   }
@@ -110,9 +113,19 @@ class AMX_SFT_MOE {
   const LoraWeights& lora() const { return lora_; }
   const StepRecord& last_forward() const { return forward_record_; }
   const StepRecord& last_backward() const { return backward_record_; }
-  // The last step as users of published profiles know it (profile/dump.hpp).
-  std::string backward_text() const {
-    return text_dump(backward_record_, {StepKind::kBackward, config_.name, Kernel::kName});
+  // What dumps of this operator's records say about it; the name is the configuration's own.
+  StepLabel label(StepKind kind) const { return {kind, config_.name, Kernel::kName, number_}; }
+  // The last step as users of published profiles know it (profile/dump.hpp; json_dump.hpp, trace_dump.hpp).
+  std::string backward_text() const { return text_dump(backward_record_, label(StepKind::kBackward)); }
+  // Told while a pass runs where it is; null: nobody. It must outlive its use.
+  void set_observer(StepObserver* observer) {
+    const InUse guard(*this);
+    observer_ = observer;
+  }
+  // Of the layer, in dumps from now on.
+  void set_name(std::string name) {
+    const InUse guard(*this);
+    config_.name = std::move(name);
   }
   MemoryReport memory() const { return {workspace_->bytes(), stack_.bytes()}; }
 
@@ -178,15 +191,17 @@ class AMX_SFT_MOE {
     const index_t rows = workspace_->routing.routed_rows();
     if (check_saved) validate::saved_activations(saved, rows, config_, lora_);
     {
-      StepTimer timer(forward_record_, routing.tokens, rows, begin_ns, Phase::kRoute);
+      StepTimer timer(forward_record_, routing.tokens, rows, begin_ns, Phase::kRoute, observer_);
       auto step = begin_step(routing, saved, timer);
+      forward_record_.threads = step.threads;
+      forward_record_.work = forward_work(forward_shape(step, routing, config_.num_experts, x, y));
       moe::forward_gather(step, x);
       moe::forward_gate_up(step);
       moe::forward_down(step);
       moe::forward_sum_tokens(step, y);
       workspace_->level_threads();
     }
-    timer_output_.write(forward_record_, {StepKind::kForward, config_.name, Kernel::kName});
+    timer_output_.write(forward_record_, label(StepKind::kForward));
   }
 
   void run_backward(const Routing& routing, const AnyConstMatrix& x, const SavedActivations<Stored>& saved,
@@ -198,8 +213,11 @@ class AMX_SFT_MOE {
     const index_t rows_routed = workspace_->routing.routed_rows();
     validate::saved_activations(saved, rows_routed, config_, lora_);
     {
-      StepTimer timer(backward_record_, routing.tokens, rows_routed, begin_ns, Phase::kD1Scatter);
+      StepTimer timer(backward_record_, routing.tokens, rows_routed, begin_ns, Phase::kD1Scatter, observer_);
       auto step = begin_step(routing, saved, timer);
+      backward_record_.threads = step.threads;
+      backward_record_.work =
+          backward_work(backward_shape(step, routing, config_.num_experts, x, grad_y, grads));
       const moe::BackwardRows<Kernel> rows(step);
       moe::backward_scatter(step, rows, grad_y);
       moe::backward_down(step, rows, grads);
@@ -208,7 +226,7 @@ class AMX_SFT_MOE {
       moe::backward_sum_tokens(step, rows, grads);
       workspace_->level_threads();
     }
-    timer_output_.write(backward_record_, {StepKind::kBackward, config_.name, Kernel::kName});
+    timer_output_.write(backward_record_, label(StepKind::kBackward));
   }
 
   Config config_;
@@ -219,6 +237,8 @@ class AMX_SFT_MOE {
   LoraWeights lora_;
   StepRecord forward_record_, backward_record_;
   TimerOutput timer_output_;
+  StepObserver* observer_ = nullptr;
+  std::int64_t number_ = next_operator_number();
   std::atomic<bool> in_use_{false};
 };
 

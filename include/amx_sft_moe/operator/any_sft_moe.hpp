@@ -3,6 +3,7 @@
 
 #include <cstdint>
 #include <memory>
+#include <string>
 #include <string_view>
 #include <variant>
 
@@ -47,6 +48,9 @@ class AnySftMoe {
   virtual index_t saved_depth() const = 0;
   virtual const StepRecord& last_forward() const = 0;
   virtual const StepRecord& last_backward() const = 0;
+  virtual StepLabel label(StepKind kind) const = 0;
+  virtual void set_observer(StepObserver* observer) = 0;
+  virtual void set_name(std::string name) = 0;
   virtual MemoryReport memory() const = 0;
 };
 

@@ -20,6 +20,8 @@ struct Config {
   Activation activation = SiluGlu{};
   int num_threads = 0;    // 0: as many as OpenMP would use at the time of the call
   std::string name = {};  // of the layer, for dumps
+  // Record what each thread did, task by task; on in any case where a trace or a JSON dump writes it.
+  bool record_spans = false;
 };
 
 struct Routing {

@@ -77,6 +77,9 @@ class TypedSftMoe final : public AnySftMoe {
   index_t saved_depth() const override { return moe_.saved_depth(); }
   const StepRecord& last_forward() const override { return moe_.last_forward(); }
   const StepRecord& last_backward() const override { return moe_.last_backward(); }
+  StepLabel label(StepKind kind) const override { return moe_.label(kind); }
+  void set_observer(StepObserver* observer) override { moe_.set_observer(observer); }
+  void set_name(std::string name) override { moe_.set_name(std::move(name)); }
   MemoryReport memory() const override { return moe_.memory(); }
 
  private:

@@ -58,16 +58,22 @@ class Range {
 
   template <class Name>
   void open(Name name) {
-    close();
-    ::nvtx3::v1::push_range_in<Domain>(::nvtx3::v1::event_attributes{registered(name)});
-    open_ = true;
+    push(::nvtx3::v1::event_attributes{registered(name)});
   }
+  // A driver's own range, such as forward_only around the passes that it times.
+  void open(const char* name) { push(::nvtx3::v1::event_attributes{name}); }
   void close() {
     if (open_) ::nvtx3::v1::pop_range_in<Domain>();
     open_ = false;
   }
 
  private:
+  void push(const ::nvtx3::v1::event_attributes& attributes) {
+    close();
+    ::nvtx3::v1::push_range_in<Domain>(attributes);
+    open_ = true;
+  }
+
   bool open_ = false;
 };
 

@@ -2,16 +2,18 @@
 //
 //   AMX_SFT_MOE_TIMER=text|json     dump each step of each operator
 //   AMX_SFT_MOE_TIMER_FILE=path     append there instead of writing to standard error
+//   AMX_SFT_MOE_TRACE=path          append each step as Chrome trace events (profile/trace_dump.hpp)
+//   AMX_SFT_MOE_TRACE_LIMIT=MB      no file grows beyond this; default 256. An end mark says that it is full
 #pragma once
 
-#include <fcntl.h>
-#include <unistd.h>
-
+#include <cmath>
 #include <cstdlib>
 #include <string>
 
 #include "amx_sft_moe/core/errors.hpp"
-#include "amx_sft_moe/profile/dump.hpp"
+#include "amx_sft_moe/profile/bounded_file.hpp"
+#include "amx_sft_moe/profile/json_dump.hpp"
+#include "amx_sft_moe/profile/trace_dump.hpp"
 
 AMX_SFT_MOE_NAMESPACE_BEGIN
 
@@ -19,47 +21,97 @@ class TimerOutput {
  public:
   static TimerOutput from_environment() {
     TimerOutput output;
-    const char* form = std::getenv("AMX_SFT_MOE_TIMER");
-    if (form == nullptr || *form == '\0') return output;
-    const std::string_view wanted(form);
-    if (wanted == "text") {
-      output.form_ = Form::kText;
-    } else if (wanted == "json") {
-      output.form_ = Form::kJson;
-    } else {
-      throw ArgumentError(concat("AMX_SFT_MOE_TIMER: expected text or json, got ", wanted));
+    output.form_ = form_from_environment();
+    const std::int64_t limit = limit_from_environment();
+    const std::string why = concat("\"limit_bytes\":", limit);
+    if (const char* path = variable("AMX_SFT_MOE_TIMER_FILE"); path != nullptr && output.form_ != Form::kNone) {
+      output.dumps_ = BoundedFile(path, limit, "",
+                                  output.form_ == Form::kJson
+                                      ? concat(R"({"format":"amx_sft_moe.end/1",)", why, "}\n")
+                                      : concat("[TIMER] ended: the file reached its ", limit, " bytes\n"));
+      if (!output.dumps_.usable(/*regular=*/false))
+        throw ArgumentError(concat("AMX_SFT_MOE_TIMER_FILE: expected a file to append to, got ", path));
     }
-    if (const char* path = std::getenv("AMX_SFT_MOE_TIMER_FILE"); path != nullptr) output.path_ = path;
-    if (!output.path_.empty()) output.check_path();
+    if (const char* path = variable("AMX_SFT_MOE_TRACE"); path != nullptr) {
+      output.trace_ = BoundedFile(
+          path, limit, "[\n",
+          concat(R"({"ph":"i","s":"g","name":"amx_sft_moe trace ended","pid":0,"tid":0,"ts":0,"args":{)", why,
+                 "}},\n"));
+      if (!output.trace_.usable(/*regular=*/true))
+        throw ArgumentError(concat("AMX_SFT_MOE_TRACE: expected a file to append to, got ", path));
+    }
     return output;
   }
 
-  bool enabled() const { return form_ != Form::kNone; }
+  // Spans are recorded for those who write them.
+  bool wants_spans() const { return form_ == Form::kJson || trace_.named(); }
 
-  // One write() a step, so that lines of several operators, threads or processes do not mix. A dump that cannot
-  // be written is lost: the step itself has succeeded.
-  void write(const StepRecord& record, const StepLabel& label) const {
-    if (!enabled() || record.empty()) return;
-    const std::string text = form_ == Form::kText ? text_dump(record, label) : json_dump(record, label);
-    const int file = path_.empty() ? STDERR_FILENO : open_file();
-    if (file < 0) return;
-    [[maybe_unused]] const ssize_t written = ::write(file, text.data(), text.size());
-    if (!path_.empty()) ::close(file);
+  // One write() a step and file, so that steps of several operators, threads or processes do not mix. A dump
+  // that cannot be written is lost: the step itself has succeeded.
+  void write(const StepRecord& record, const StepLabel& label) {
+    if ((form_ == Form::kNone && !trace_.named()) || record.empty()) return;
+    if (form_ != Form::kNone) {
+      buffer_.clear();
+      if (form_ == Form::kText) buffer_ = text_dump(record, label);
+      if (form_ == Form::kJson) append_json_dump(buffer_, record, label);
+      write_dump();
+    }
+    if (trace_.named()) {
+      buffer_.clear();
+      append_names(record.threads);
+      append_trace(buffer_, record, label, lane_);
+      trace_.append(buffer_);
+    }
   }
 
  private:
   enum class Form : std::uint8_t { kNone, kText, kJson };
 
-  int open_file() const { return ::open(path_.c_str(), O_WRONLY | O_CREAT | O_APPEND | O_CLOEXEC, 0644); }
-  void check_path() const {
-    const int file = open_file();
-    if (file < 0)
-      throw ArgumentError(concat("AMX_SFT_MOE_TIMER_FILE: expected a file to append to, got ", path_));
-    ::close(file);
+  // Null where unset or empty.
+  static const char* variable(const char* name) {
+    const char* value = std::getenv(name);
+    return value == nullptr || *value == '\0' ? nullptr : value;
+  }
+  static Form form_from_environment() {
+    const char* form = variable("AMX_SFT_MOE_TIMER");
+    if (form == nullptr) return Form::kNone;
+    const std::string_view wanted(form);
+    if (wanted == "text") return Form::kText;
+    if (wanted == "json") return Form::kJson;
+    throw ArgumentError(concat("AMX_SFT_MOE_TIMER: expected text or json, got ", wanted));
+  }
+  static std::int64_t limit_from_environment() {
+    constexpr double kMega = 1e6;
+    constexpr double kMostMegabytes = 1e9;
+    const char* text = variable("AMX_SFT_MOE_TRACE_LIMIT");
+    if (text == nullptr) return static_cast<std::int64_t>(256 * kMega);
+    char* end = nullptr;
+    const double megabytes = std::strtod(text, &end);
+    if (*end != '\0' || !(megabytes > 0) || megabytes > kMostMegabytes)
+      throw ArgumentError(concat("AMX_SFT_MOE_TRACE_LIMIT: expected a number of MB above 0, got ", text));
+    return static_cast<std::int64_t>(megabytes * kMega);
+  }
+
+  void write_dump() const {
+    if (dumps_.named()) return dumps_.append(buffer_);
+    [[maybe_unused]] const ssize_t written = ::write(STDERR_FILENO, buffer_.data(), buffer_.size());
+  }
+
+  // Once for each thread that calls, and again in the child of a fork or when the team has grown.
+  void append_names(int threads) {
+    const TraceLane lane = TraceLane::of_caller();
+    if (lane == lane_ && threads <= named_threads_) return;
+    trace::append_names(buffer_, lane, threads);
+    lane_ = lane;
+    named_threads_ = threads;
   }
 
   Form form_ = Form::kNone;
-  std::string path_;
+  BoundedFile dumps_;  // without a name: standard error
+  BoundedFile trace_;
+  std::string buffer_;  // kept, so that a steady state does not allocate
+  TraceLane lane_;
+  int named_threads_ = 0;
 };
 
 AMX_SFT_MOE_NAMESPACE_END

@@ -1,8 +1,11 @@
-"""Plug-ins for the libraries around torch: the experts of transformers models, LoRA of PEFT."""
+"""Plug-ins for the libraries around torch: the experts of transformers models, LoRA of PEFT, phase times in the
+Trainer's logs (``PhaseTimesCallback``, ``log_phase_times``, ``name_layers``)."""
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
+from typing import Any
 
 from amx_sft_moe.sft_moe import SftMoe
 
@@ -42,3 +45,17 @@ def register(
         from amx_sft_moe.integrations import peft_lora
 
         peft_lora.install(experts_hook.is_ours)
+
+
+# Imported when they are first asked for: they need transformers.
+_LAZY = {
+    "PhaseTimesCallback": "phase_times",
+    "log_phase_times": "phase_times",
+    "name_layers": "layer_names",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name in _LAZY:
+        return getattr(importlib.import_module(f"{__name__}.{_LAZY[name]}"), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

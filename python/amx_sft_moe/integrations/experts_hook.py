@@ -51,6 +51,8 @@ _ACTIVATIONS = {nn.SiLU: "silu"} | {
 _DEFAULT_GATE = getattr(moe, "_default_apply_gate", None)
 
 _hooks: dict[str, ExpertsHook] = {}
+# Layers' names in dumps, by experts module.
+_names: weakref.WeakKeyDictionary[nn.Module, str] = weakref.WeakKeyDictionary()
 
 
 class ExpertsHook:
@@ -113,9 +115,15 @@ class ExpertsHook:
                 activation=activation,
                 kernel=self._kernel,
                 num_threads=self._num_threads,
+                name=found.name if found is not None else _names.get(module, f"experts.{len(self._layers)}"),
             )
             self._layers[module] = found
         return found
+
+    def rename(self, module: nn.Module, name: str) -> None:
+        """Gives the layer another name, where it has run already."""
+        if (found := self._layers.get(module)) is not None:
+            found.name = name
 
     def _warn_once(self, kind: str, reason: str) -> None:
         if (message := f"{kind}: {reason}") not in self._warned:
@@ -231,6 +239,13 @@ def register(name: str, kernel: str, num_threads: int | None) -> None:
     _hooks[name] = hook
     # A compiled model breaks its graph here: the operator works on memory, not on traced tensors.
     moe.ALL_EXPERTS_FUNCTIONS.register(name, torch.compiler.disable(hook.__call__))
+
+
+def name_layer(module: nn.Module, name: str) -> None:
+    """``name`` is what dumps and traces call this experts module."""
+    _names[module] = name
+    for hook in _hooks.values():
+        hook.rename(module, name)
 
 
 def is_ours(module: nn.Module) -> bool:

@@ -1,0 +1,114 @@
+// Loops of nothing but one instruction on registers, or of reads: what a machine can do at most. For
+// kernels/machine_probe.hpp.
+#pragma once
+
+#include "amx_sft_moe/arch/amx/tile.hpp"
+#include "amx_sft_moe/core/config_macros.hpp"
+#include "amx_sft_moe/core/element.hpp"
+
+AMX_SFT_MOE_NAMESPACE_BEGIN
+namespace arch::peak {
+
+// Compilers do not see what inline assembly does: SSE code that runs with dirty upper halves waits for them.
+__attribute__((target("avx"))) inline void clear_upper_halves() {
+  __asm__ volatile("vzeroupper" ::
+                       : "xmm0", "xmm1", "xmm2", "xmm3", "xmm4", "xmm5", "xmm6", "xmm7", "xmm8", "xmm9",
+                         "xmm10", "xmm11", "xmm12", "xmm13", "xmm14", "xmm15");
+}
+
+// 24 independent accumulators: more than latency times rate of any CPU so far. The registers hold zeros.
+__attribute__((target("avx512f,avx512bf16"))) inline void dpbf16_loop(index_t rounds) {
+  for (index_t i = 0; i < rounds; ++i) {
+    __asm__ volatile(
+        ".irp r,0,1,2,3,4,5,6,7,8,9,10,11,12,13,14,15,16,17,18,19,20,21,22,23\n\t"
+        "vdpbf16ps %%zmm30, %%zmm31, %%zmm\\r\n\t"
+        ".endr" ::
+            : "xmm0", "xmm1", "xmm2", "xmm3", "xmm4", "xmm5", "xmm6", "xmm7", "xmm8", "xmm9", "xmm10", "xmm11",
+              "xmm12", "xmm13", "xmm14", "xmm15", "xmm16", "xmm17", "xmm18", "xmm19", "xmm20", "xmm21", "xmm22",
+              "xmm23");
+  }
+  clear_upper_halves();
+}
+
+__attribute__((target("avx512f"))) inline void fma512_loop(index_t rounds) {
+  for (index_t i = 0; i < rounds; ++i) {
+    __asm__ volatile(
+        ".irp r,0,1,2,3,4,5,6,7,8,9,10,11,12,13,14,15,16,17,18,19,20,21,22,23\n\t"
+        "vfmadd231ps %%zmm30, %%zmm31, %%zmm\\r\n\t"
+        ".endr" ::
+            : "xmm0", "xmm1", "xmm2", "xmm3", "xmm4", "xmm5", "xmm6", "xmm7", "xmm8", "xmm9", "xmm10", "xmm11",
+              "xmm12", "xmm13", "xmm14", "xmm15", "xmm16", "xmm17", "xmm18", "xmm19", "xmm20", "xmm21", "xmm22",
+              "xmm23");
+  }
+  clear_upper_halves();
+}
+
+// As many as the 16 registers of VEX and SSE encodings allow. They are set to zero: denormal numbers left in
+// them would be slow.
+__attribute__((target("avx2,fma"))) inline void fma256_loop(index_t rounds) {
+  __asm__ volatile("vzeroall" ::
+                       : "xmm0", "xmm1", "xmm2", "xmm3", "xmm4", "xmm5", "xmm6", "xmm7", "xmm8", "xmm9",
+                         "xmm10", "xmm11", "xmm12", "xmm13", "xmm14", "xmm15");
+  for (index_t i = 0; i < rounds; ++i) {
+    __asm__ volatile(
+        ".irp r,0,1,2,3,4,5,6,7,8,9,10,11\n\t"
+        "vfmadd231ps %%ymm14, %%ymm15, %%ymm\\r\n\t"
+        ".endr" ::
+            : "xmm0", "xmm1", "xmm2", "xmm3", "xmm4", "xmm5", "xmm6", "xmm7", "xmm8", "xmm9", "xmm10", "xmm11");
+  }
+  clear_upper_halves();
+}
+
+// SSE2 has no FMA: as many multiplications as additions, independent of each other.
+inline void sse2_loop(index_t rounds) {
+  __asm__ volatile(
+      ".irp r,0,1,2,3,4,5,6,7,8,9,10,11,12,13,15\n\t"
+      "xorps %%xmm\\r, %%xmm\\r\n\t"
+      ".endr" ::
+          : "xmm0", "xmm1", "xmm2", "xmm3", "xmm4", "xmm5", "xmm6", "xmm7", "xmm8", "xmm9", "xmm10", "xmm11",
+            "xmm12", "xmm13", "xmm15");
+  for (index_t i = 0; i < rounds; ++i) {
+    __asm__ volatile(
+        ".irp r,0,1,2,3,4,5,6\n\t"
+        "addps %%xmm15, %%xmm\\r\n\t"
+        ".endr\n\t"
+        ".irp r,7,8,9,10,11,12,13\n\t"
+        "mulps %%xmm15, %%xmm\\r\n\t"
+        ".endr" ::
+            : "xmm0", "xmm1", "xmm2", "xmm3", "xmm4", "xmm5", "xmm6", "xmm7", "xmm8", "xmm9", "xmm10", "xmm11",
+              "xmm12", "xmm13");
+  }
+}
+
+// Four accumulators, two tiles of A and two of B, as the microkernel's 2 x 2 blocks have them.
+inline void tdpbf16_loop(index_t rounds) {
+  amx::TileConfig config;
+  for (int t = 0; t < amx::kTiles; ++t) {
+    config.rows[t] = amx::kTileRows;
+    config.row_bytes[t] = amx::kTileBytes;
+  }
+  amx::load_config(config);
+  for (index_t i = 0; i < rounds; ++i) {
+    amx::dpbf16<0, 4, 6>();
+    amx::dpbf16<1, 4, 7>();
+    amx::dpbf16<2, 5, 6>();
+    amx::dpbf16<3, 5, 7>();
+  }
+  amx::release();
+}
+
+// Sums of 16 lanes in four chains: at any -O level the loads, not the additions, are the limit. Four streams
+// side by side, as the kernels read several rows: one alone does not fill the memory system of every CPU.
+inline float read_all(const float* data, index_t count) {
+  using Vector = float __attribute__((vector_size(64)));
+  Vector sum[4] = {};
+  const index_t quarter = count / 64 * 16;
+  for (index_t i = 0; i < quarter; i += 16) {
+    for (int v = 0; v < 4; ++v) sum[v] += *reinterpret_cast<const Vector*>(data + v * quarter + i);
+  }
+  const Vector all = sum[0] + sum[1] + sum[2] + sum[3];
+  return all[0];
+}
+
+}  // namespace arch::peak
+AMX_SFT_MOE_NAMESPACE_END

@@ -1,0 +1,85 @@
+// A file that several operators, threads and processes append records to, up to a limit.
+#pragma once
+
+#include <fcntl.h>
+#include <sys/file.h>
+#include <sys/stat.h>
+#include <unistd.h>
+
+#include <cstdint>
+#include <string>
+#include <string_view>
+#include <utility>
+
+#include "amx_sft_moe/core/config_macros.hpp"
+
+AMX_SFT_MOE_NAMESPACE_BEGIN
+
+// Opened anew for each record, so that nothing has to be closed or shared, and a process that is killed leaves
+// every record that it finished. The file itself says how full it is: the record that would not fit is replaced
+// by spaces and the end mark up to the limit, and whoever finds the file that large writes no more.
+class BoundedFile {
+ public:
+  BoundedFile() = default;
+  // `head` opens an empty file, `end` is the end mark.
+  BoundedFile(std::string path, std::int64_t limit_bytes, std::string head, std::string end)
+      : path_(std::move(path)), limit_(limit_bytes), head_(std::move(head)), end_(std::move(end)) {}
+
+  bool named() const { return !path_.empty(); }
+  const std::string& path() const { return path_; }
+
+  // Whether it can be opened; with `regular`, also whether it is a file and not a terminal or a pipe.
+  bool usable(bool regular) const {
+    const int file = open_file();
+    if (file < 0) return false;
+    struct stat status {};
+    const bool is_file = ::fstat(file, &status) == 0 && S_ISREG(status.st_mode);
+    ::close(file);
+    return is_file || !regular;
+  }
+
+  // One write() under the file's lock. A record that cannot be written whole is not written at all.
+  void append(std::string_view record) const {
+    const int file = open_file();
+    if (file < 0) return;
+    ::flock(file, LOCK_EX);  // where there are no locks, appending is atomic enough
+    struct stat status {};
+    if (::fstat(file, &status) == 0) {
+      if (S_ISREG(status.st_mode)) {
+        append_to(file, status.st_size, record);
+      } else {
+        [[maybe_unused]] const ssize_t written = ::write(file, record.data(), record.size());
+      }
+    }
+    ::close(file);  // and unlock
+  }
+
+ private:
+  int open_file() const { return ::open(path_.c_str(), O_WRONLY | O_CREAT | O_APPEND | O_CLOEXEC, 0644); }
+
+  void append_to(int file, std::int64_t size, std::string_view record) const {
+    if (size >= limit_) return;
+    const std::int64_t head = size == 0 ? length(head_) : 0;
+    const std::int64_t left = limit_ - size - head;
+    if (head == 0 && left >= length(record) + length(end_)) return write_whole(file, size, record);
+    std::string text = size == 0 ? head_ : std::string();
+    if (left >= length(record) + length(end_)) {
+      text += record;
+    } else {
+      if (left < length(end_)) return;  // the limit was lowered, or is none
+      text.append(static_cast<std::size_t>(left - length(end_)), ' ').append(end_);
+    }
+    write_whole(file, size, text);
+  }
+  static void write_whole(int file, std::int64_t size, std::string_view text) {
+    if (::write(file, text.data(), text.size()) == length(text)) return;
+    [[maybe_unused]] const int restored = ::ftruncate(file, size);
+  }
+  static std::int64_t length(std::string_view text) { return static_cast<std::int64_t>(text.size()); }
+
+  std::string path_;
+  std::int64_t limit_ = 0;
+  std::string head_, end_;
+};
+
+AMX_SFT_MOE_NAMESPACE_END
