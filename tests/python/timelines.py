@@ -30,7 +30,25 @@ BACKWARD = (
     ),
     ("backward_gate_up", (("GU4_sum_tokens", 0.9), ("backward_routing_weights", 0.1)), True, 0.05),
 )
-GEMMS = ("gemm(gate)+gemm(up)+activation", "gemm(down)", "D3_gemm", "base_pass(gate)+base_pass(up)")
+# GFLOP/s and GB/s of each phase.
+RATES = {
+    "route": (0, 9.0),
+    "gather": (0, 31.0),
+    "lora_a(gate,up)": (95, 22.0),
+    "gemm(gate)+gemm(up)+activation": (910, 13.0),
+    "lora_a(down)": (120, 17.0),
+    "gemm(down)": (840, 11.0),
+    "sum_tokens": (0, 36.0),
+    "D1_scatter": (0, 34.0),
+    "D3_gemm": (760, 12.5),
+    "D4_lora_grad": (60, 28.0),
+    "silu_backward": (0, 33.0),
+    "base_pass(gate)+base_pass(up)": (870, 9.0),
+    "lora_pass(gate)": (210, 24.0),
+    "lora_pass(up)": (190, 26.0),
+    "GU4_sum_tokens": (0, 35.0),
+    "backward_routing_weights": (2, 1.5),
+}
 
 
 def _region(
@@ -134,10 +152,8 @@ def records(
                     length = (region["end_ns"] - region["begin_ns"]) * 1e-6
                     groups[region["group"]] = groups.get(region["group"], 0.0) + length
                 record["groups_ms"] = groups
-                record["phases_flop"] = {
-                    n: (780.0 if n in GEMMS else 40.0) * ns for n, ns in walls.items() if "route" not in n
-                }
-                record["phases_bytes"] = {n: (12.0 if n in GEMMS else 30.0) * ns for n, ns in walls.items()}
+                record["phases_flop"] = {n: round(RATES[n][0] * ns) for n, ns in walls.items()}
+                record["phases_bytes"] = {n: round(RATES[n][1] * ns) for n, ns in walls.items()}
                 yield record
                 clock += 300_000
 
@@ -174,63 +190,72 @@ def write_lines(path: Path, passes: Iterable[dict[str, Any]]) -> Path:
     return path
 
 
-def events(passes: Iterable[dict[str, Any]]) -> Iterator[dict[str, Any]]:
-    """The events of our Chrome trace: steps and groups on thread 0, phases on their threads."""
-    yield {"ph": "M", "name": "process_name", "pid": 123, "tid": 0, "args": {"name": "python"}}
-    yield {"ph": "M", "name": "thread_name", "pid": 123, "tid": 0, "args": {"name": "caller"}}
+def events(passes: Iterable[dict[str, Any]], caller: int = 0) -> Iterator[dict[str, Any]]:
+    """The events of our Chrome trace: passes on the caller's thread, groups and phases on those that took
+    part."""
 
     def one(category: str, name: str, thread: int, begin: int, end: int, **args: Any) -> dict[str, Any]:
+        when = {"ts": begin / 1000, "dur": (end - begin) / 1000}
         return {
             "ph": "X",
-            "cat": category,
             "name": name,
             "pid": 123,
-            "tid": thread,
-            "ts": begin / 1000,
-            "dur": (end - begin) / 1000,
+            "tid": caller + thread,
+            "cat": category,
+            **when,
             "args": args,
         }
 
+    for thread in range(2):
+        name = {"name": f"thread {thread}"}
+        yield {"ph": "M", "name": "thread_name", "pid": 123, "tid": caller + thread, "args": name}
     for record in passes:
-        facts = {
-            "layer": record["name"],
-            "tokens": record["tokens"],
-            "kernel": record["kernel"],
-            "step": record["index"],
-        }
-        yield one("step", record["step"], 0, record["begin_ns"], record["end_ns"], **facts)
-        for region in record["regions"]:
-            yield one("group", region["group"], 0, region["begin_ns"], region["end_ns"], **facts)
+        layer, regions = record["name"], record["regions"]
+        facts = {key: record[key] for key in ("operator", "tokens", "routed_rows", "kernel")}
+        name = f"{layer} {record['step']}".strip()
+        yield one(
+            "step", name, 0, record["begin_ns"], record["end_ns"], layer=layer, step=record["index"], **facts
+        )
+        busy: dict[str, int] = {}
+        for region in regions:
             for thread in region["threads"]:
-                for name, begin, end, _ in thread["spans"]:
-                    busy = sum(t["busy_ns"].get(name, 0) for r in record["regions"] for t in r["threads"])
-                    share = (end - begin) / busy if busy else 0.0
+                for phase, ns in thread["busy_ns"].items():
+                    busy[phase] = busy.get(phase, 0) + ns
+        for region in regions:
+            for thread in region["threads"]:
+                extent = region if thread["thread"] == 0 else thread
+                begin, end = extent["begin_ns"], extent["end_ns"]
+                yield one(
+                    "group", region["group"], thread["thread"], begin, end, layer=layer, step=record["index"]
+                )
+                for phase, begin, end, tasks in thread["spans"]:
+                    share = (end - begin) / max(busy[phase], 1)
                     work = {
-                        "flop": record["phases_flop"].get(name, 0.0) * share,
-                        "bytes": record["phases_bytes"].get(name, 0.0) * share,
+                        key: round(record[f"phases_{key}"].get(phase, 0) * share) for key in ("flop", "bytes")
                     }
-                    yield one("phase", name, thread["thread"], begin, end, **facts, **work)
-        rate = {
-            "ph": "C",
-            "name": "GFLOP/s",
-            "pid": 123,
-            "ts": record["begin_ns"] / 1000,
-            "args": {"value": 780.0},
-        }
-        yield rate
+                    yield one("phase", phase, thread["thread"], begin, end, tasks=tasks, **work)
+            when = {"ts": region["begin_ns"] / 1000, "args": {"value": 780.0}}
+            yield {"ph": "C", "name": "GFLOP/s", "pid": 123, "tid": caller, **when}
 
 
-def write_trace(path: Path, passes: Iterable[dict[str, Any]], whole: bool = True) -> Path:
-    """Our Chrome trace; `whole=False` leaves the end away, as a crash does."""
+def write_trace(path: Path, passes: Iterable[dict[str, Any]], form: str = "array") -> Path:
+    """Our Chrome trace.
+
+    `form`: "array" as the recorder writes it, without the closing bracket; "object" with limits in otherData;
+    "cut" an object that ends in the middle of an event.
+    """
+    lines = (json.dumps(event) for event in events(passes))
     with path.open("w", encoding="utf-8") as out:
-        out.write('{"traceEvents":[\n')
-        for number, event in enumerate(events(passes)):
-            out.write((",\n" if number else "") + json.dumps(event))
-        if whole:
-            other = '{"kernel":"avx512","peak_gflops":1000.0,"bandwidth_gbs":40.0}'
-            out.write(f'\n],"displayTimeUnit":"ms","otherData":{other}}}\n')
-        else:
+        if form == "array":
+            out.write("[\n")
+            out.writelines(line + ",\n" for line in lines)
+            return path
+        out.write('{"traceEvents":[\n' + ",\n".join(lines))
+        if form == "cut":
             out.write(',\n{"ph":"X","cat":"phase","na')
+        else:
+            other = {"kernel": "avx512", "peak_gflops": 1000.0, "bandwidth_gbs": 40.0}
+            out.write(f'\n],"displayTimeUnit":"ms","otherData":{json.dumps(other)}}}\n')
     return path
 
 

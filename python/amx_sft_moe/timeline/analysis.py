@@ -31,10 +31,12 @@ def _gap_table(timeline: Timeline) -> pd.DataFrame:
     threads = [ranges["process"], ranges["thread"]]
     latest = ranges["end_ns"].groupby(threads).cummax()
     # The range that the thread was in last: the one that set the latest end.
-    holder = ranges["name"].astype(object).where(ranges["end_ns"] == latest).groupby(threads).ffill()
+    rows = pandas().Series(range(len(ranges)), index=ranges.index, dtype="float64")
+    holder = rows.where(ranges["end_ns"] == latest).groupby(threads).ffill().groupby(threads).shift()
     before_end = latest.groupby(threads).shift()
     gap = ranges["begin_ns"] - before_end
     found = gap > 0
+    names = ranges["name"]
     return pandas().DataFrame(
         {
             "Start": before_end[found].astype("int64"),
@@ -42,8 +44,8 @@ def _gap_table(timeline: Timeline) -> pd.DataFrame:
             "PID": ranges["process"][found],
             "TID": ranges["thread"][found],
             "Step": ranges["step"][found],
-            "After": holder.groupby(threads).shift()[found].astype(str),
-            "Before": ranges["name"][found].astype(str),
+            "After": names.iloc[holder[found].astype("int64")].set_axis(ranges.index[found]).astype(str),
+            "Before": names[found].astype(str),
         }
     )
 

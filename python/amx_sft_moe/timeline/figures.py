@@ -23,6 +23,7 @@ MOST_BARS = 120
 _MOST_PHASES = 14
 _MOST_PANELS = 4
 _REST = "(outside phases)"
+_LEAST_CHANGE = 0.002  # of the largest: what is smaller has no bar to be seen
 _MARKERS = "osD^vP*X<>hp"
 
 
@@ -220,7 +221,11 @@ def change(comparison: Report) -> Figure | None:
     kinds = list(dict.fromkeys(table["Step"]))[:_MOST_PANELS]
     if not kinds:
         return None
-    parts = [table[table["Step"] == kind].head(_MOST_PHASES).iloc[::-1] for kind in kinds]
+    parts = [table[table["Step"] == kind] for kind in kinds]
+    least = [_LEAST_CHANGE * part["Change"].abs().max() for part in parts]
+    parts = [
+        p[p["Change"].abs() >= few].head(_MOST_PHASES).iloc[::-1] for p, few in zip(parts, least, strict=True)
+    ]
     with styled():
         figure = new_figure(9.6, sum(0.95 + 0.27 * len(part) for part in parts))
         panels = figure.subplots(len(parts), 1, squeeze=False, height_ratios=[len(p) + 2 for p in parts])[:, 0]
@@ -245,7 +250,8 @@ def change(comparison: Report) -> Figure | None:
                     ha="left" if value > 0 else "right",
                     fontsize=8,
                 )
-            axes.set_xlim(min(values.min(), 0) - 0.28 * reach, max(values.max(), 0) + 0.28 * reach)
+            low, high = min(values.min(), 0), max(values.max(), 0)
+            axes.set_xlim(low - (0.28 * reach if low < 0 else 0), high + (0.28 * reach if high > 0 else 0))
             axes.axvline(0, color=QUIET, linewidth=0.8)
             axes.set_title(f"{kind}: change by phase, share of the whole change")
             axes.set_xlabel(f"mean change per pass, {label}" if kind != "(all ranges)" else f"change, {label}")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import html
+import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
@@ -31,7 +32,7 @@ li { color: #52606d; overflow-wrap: anywhere; }
 
 
 def _cell(value: object) -> str:
-    if value is None or value != value:
+    if value is None or (isinstance(value, float) and math.isnan(value)):
         return "-"
     if isinstance(value, float):
         return f"{value:,.3f}".rstrip("0").rstrip(".")

@@ -21,6 +21,7 @@ TIME_UNITS = {
     **dict.fromkeys(("s", "sec", "seconds"), ("s", 1e9)),
 }
 _BATCH = 10_000
+_LARGEST = 1 << 53  # up to here a double holds whole numbers
 _WIDEST = 60  # of a name in text columns; CSV and JSON have it whole
 _DIGITS = {"ns": 1, "us": 3, "ms": 3, "s": 6}
 
@@ -37,16 +38,19 @@ def in_unit(report: Report, unit: str) -> pd.DataFrame:
     """The report's table with times in `unit` and the unit in their headers, as nsys has them."""
     short, divisor = time_unit(unit)
     table = report.table.copy(deep=False)
-    for column in report.times:
+    times = [column for column in report.times if column in table]
+    for column in times:
+        values = table[column]
         if divisor != 1.0:
-            table[column] = table[column] / divisor
-        elif table[column].dtype == "float64" and (table[column].dropna() % 1 == 0).all():
-            table[column] = table[column].astype("Int64" if table[column].isna().any() else "int64")
-    return table.rename(columns={column: f"{column} ({short})" for column in report.times})
+            table[column] = values / divisor
+        elif values.dtype == "float64" and (values.dropna() % 1 == 0).all() and values.abs().max() < _LARGEST:
+            # Whole nanoseconds; None for what is not known, which an integer column cannot hold.
+            table[column] = values.astype("Int64").astype(object).where(values.notna(), None)
+    return table.rename(columns={column: f"{column} ({short})" for column in times})
 
 
 def _cell(value: Any, digits: int) -> str:
-    if value is None or (isinstance(value, float) and math.isnan(value)) or value != value:
+    if value is None or (isinstance(value, float) and math.isnan(value)):
         return "-"
     if isinstance(value, str):
         return value if len(value) <= _WIDEST else value[: _WIDEST - 1] + "…"

@@ -15,6 +15,7 @@ from .errors import TimelineError
 from .libraries import pandas
 from .names import DRIVER_RANGES, step_kind, step_of_group
 from .nesting import nest
+from .readers.chrome_trace import LANE
 from .table import CPU_KINDS, NOT_KNOWN, PASSES, PHASES, UNKNOWN, WAITS, Columns, Timeline
 
 if TYPE_CHECKING:
@@ -33,18 +34,20 @@ def derive(timeline: Timeline, step_range: re.Pattern[str] | None = None) -> Tim
         timeline: as read; left alone where it has passes and `step_range` is not given.
         step_range: names of ranges that are the steps, whatever else the file has.
     """
-    if (len(timeline.passes) and step_range is None) or not len(timeline.ranges):
+    known = step_range is None and len(timeline.passes)
+    if (known and len(timeline.phases)) or not len(timeline.ranges):
         return timeline
     ranges = timeline.ranges.copy(deep=False)
-    # A handful of values with a known meaning: plain strings are simpler than categories to change.
     ranges["kind"] = _resolve_ambiguous(ranges)
-    spans = _spans(ranges, step_range)
+    ranges["lane"] = _lanes(ranges, timeline)
+    spans = _known_spans(ranges, timeline) if known else _spans(ranges, step_range)
     if spans.empty:
         return timeline
-    spans = spans.sort_values("begin_ns", kind="stable").reset_index(drop=True)
-    timeline.passes = _pass_table(spans, timeline)
+    if not known:
+        spans = spans.sort_values("begin_ns", kind="stable").reset_index(drop=True)
+        timeline.passes = _pass_table(spans, timeline)
     ranges["step"] = _containing(ranges, spans)
-    timeline.ranges = ranges.assign(kind=ranges["kind"].astype("category"))
+    timeline.ranges = ranges.drop(columns="lane")
     _overlap_note(spans, timeline)
     groups = ranges[(ranges["kind"] == "group") & (ranges["step"] >= 0)]
     if len(groups) and step_range is None:
@@ -54,12 +57,27 @@ def derive(timeline: Timeline, step_range: re.Pattern[str] | None = None) -> Tim
     return timeline
 
 
+def _lanes(ranges: pd.DataFrame, timeline: Timeline) -> pd.Series:
+    """Which caller's team a thread belongs to: our traces give each caller a thousand numbers of its own."""
+    ours = timeline.sources[0].form == "Chrome trace" and (ranges["kind"] == "step").any()
+    return ranges["thread"] // LANE if ours else ranges["thread"] * 0
+
+
+def _known_spans(ranges: pd.DataFrame, timeline: Timeline) -> pd.DataFrame:
+    """The passes that the reader found, with the thread and the lane of their range, in order of time."""
+    keys = ["process", "begin_ns", "end_ns"]
+    steps = ranges.loc[ranges["kind"] == "step", [*keys, "thread", "lane"]].drop_duplicates(keys)
+    passes = timeline.passes.reset_index(names="row").merge(steps, on=keys)
+    return passes.set_index("row").sort_values("begin_ns", kind="stable")
+
+
 def _resolve_ambiguous(ranges: pd.DataFrame) -> pd.Series:
     """The kinds, where a range that bears a group's and a phase's name is a phase if it lies in a group."""
-    kinds = ranges["kind"].astype(object)
+    kinds = ranges["kind"]
     asked = (kinds == "group") & (ranges["name"] == _AMBIGUOUS)
     if not asked.any():
         return kinds
+    kinds = kinds.cat.set_categories(kinds.cat.categories.union(["phase"], sort=False))
     groups = ranges[kinds == "group"].sort_values("begin_ns", kind="stable")
     for process, mine in ranges[asked].groupby("process"):
         outer = groups[groups["process"] == process]
@@ -72,7 +90,7 @@ def _resolve_ambiguous(ranges: pd.DataFrame) -> pd.Series:
 
 
 def _spans(ranges: pd.DataFrame, step_range: re.Pattern[str] | None) -> pd.DataFrame:
-    """One row per pass: process, thread, begin_ns, end_ns, step, index, layer."""
+    """One row per pass: process, thread, lane, begin_ns, end_ns, step, index, layer."""
     cpu = ranges["kind"].isin(CPU_KINDS)
     if step_range is None:
         steps = ranges[ranges["kind"] == "step"]
@@ -91,7 +109,7 @@ def _spans(ranges: pd.DataFrame, step_range: re.Pattern[str] | None) -> pd.DataF
 
 
 def _from_ranges(chosen: pd.DataFrame, steps: list[str]) -> pd.DataFrame:
-    spans = chosen[["process", "thread", "begin_ns", "end_ns", "layer"]].copy()
+    spans = chosen[["process", "thread", "lane", "begin_ns", "end_ns", "layer"]].copy()
     spans["step"] = steps
     numbers = [_NUMBER.search(str(name)) for name in chosen["name"]]
     spans = spans.sort_values("begin_ns", kind="stable") if not any(numbers) else spans
@@ -116,6 +134,7 @@ def _from_groups(groups: pd.DataFrame) -> pd.DataFrame:
                 current = {
                     "process": process,
                     "thread": thread,
+                    "lane": 0,
                     "begin_ns": begin,
                     "end_ns": end,
                     "layer": "",
@@ -154,11 +173,11 @@ def _pass_table(spans: pd.DataFrame, timeline: Timeline) -> pd.DataFrame:
 
 
 def _containing(ranges: pd.DataFrame, spans: pd.DataFrame) -> pd.Series:
-    """The pass that each range begins in, by time within its process; -1 for none."""
+    """The row of `spans` that each range begins in, by time within its process and lane; -1 for none."""
     pd = pandas()
     result = pd.Series(UNKNOWN, index=ranges.index, dtype="int64")
-    for process, mine in spans.groupby("process"):
-        own = ranges.index[ranges["process"] == process]
+    for (process, lane), mine in spans.groupby(["process", "lane"]):
+        own = ranges.index[(ranges["process"] == process) & (ranges["lane"] == lane)]
         begins = ranges["begin_ns"].loc[own]
         at = mine["begin_ns"].searchsorted(begins, side="right") - 1
         inside = (at >= 0) & (begins.to_numpy() < mine["end_ns"].to_numpy()[at.clip(min=0)])
@@ -167,7 +186,7 @@ def _containing(ranges: pd.DataFrame, spans: pd.DataFrame) -> pd.Series:
 
 
 def _overlap_note(spans: pd.DataFrame, timeline: Timeline) -> None:
-    for _, mine in spans.groupby("process"):
+    for _, mine in spans.groupby(["process", "lane"]):
         if (mine["begin_ns"].iloc[1:].to_numpy() < mine["end_ns"].cummax().iloc[:-1].to_numpy()).any():
             timeline.notes.append(
                 f"{timeline.sources[0].path}: passes of one process overlap in time; ranges count for "
@@ -181,11 +200,10 @@ def _phases_of_groups(ranges: pd.DataFrame, groups: pd.DataFrame, timeline: Time
     groups = groups.sort_values("begin_ns", kind="stable").reset_index(drop=True)
     phases = ranges[(ranges["kind"] == "phase") & (ranges["step"] >= 0)]
     group_of = _containing(phases, groups)
-    phases = phases.assign(
-        group=group_of, busy=phases["end_ns"] - phases["begin_ns"], name=phases["name"].astype(object)
-    )
+    columns = ["process", "thread", "name", "begin_ns", "end_ns", "flop", "bytes"]
+    phases = phases[columns].assign(group=group_of, busy=phases["end_ns"] - phases["begin_ns"])
     phases = phases[phases["group"] >= 0]
-    sums = phases.groupby(["group", "name"], sort=False)
+    sums = phases.groupby(["group", "name"], sort=False, observed=True)
     table = sums["busy"].sum().to_frame()
     for amount in ("flop", "bytes"):
         table[amount] = sums[amount].sum(min_count=1)
@@ -195,7 +213,7 @@ def _phases_of_groups(ranges: pd.DataFrame, groups: pd.DataFrame, timeline: Time
     table["wall"] = table["group"].map(length) * table["busy"] / all_busy.where(all_busy > 0, 1)
     table["pass"] = table["group"].map(groups["step"])
     columns = Columns(PHASES)
-    per_pass = table.groupby(["pass", "name"], sort=False)
+    per_pass = table.groupby(["pass", "name"], sort=False, observed=True)
     amounts = {amount: per_pass[amount].sum(min_count=1) for amount in ("wall", "busy", "flop", "bytes")}
     for (number, name), *values in zip(amounts["wall"].index, *amounts.values(), strict=True):
         columns.add(number, name, *map(float, values))

@@ -65,8 +65,17 @@ def displayed_names(ranges: pd.DataFrame) -> pd.Series:
     with_domain &= ~ranges["category"].isin(("user_annotation",))
     if not with_domain.any():
         return names
-    pairs = ranges["category"].astype(object) + ":" + names.astype(object)
-    return names.astype(object).where(~with_domain, pairs)
+    # One string per pair that occurs, not one per range.
+    pairs = ranges.loc[with_domain, ["category", "name"]].drop_duplicates()
+    labels = {(c, n): f"{c}:{n}" for c, n in zip(pairs["category"], pairs["name"], strict=True)}
+    known = list(dict.fromkeys([*names.cat.categories, *labels.values()]))
+    place = {label: code for code, label in enumerate(known)}
+    codes = names.cat.codes.astype("int32").copy()
+    categories, plain = ranges["category"], names.cat.codes
+    for (category, name), label in labels.items():
+        of_pair = with_domain & (categories == category) & (plain == place[name])
+        codes[of_pair] = place[label]
+    return pandas().Series(pandas().Categorical.from_codes(codes, categories=known), index=ranges.index)
 
 
 def _sum_report(

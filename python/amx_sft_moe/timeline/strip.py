@@ -1,7 +1,8 @@
 """The timeline strip: what each thread did, over one typical pass of each kind or over the whole of a file.
 
-The picture is an image of threads by columns of time, in which each cell has the colour of what took most of
-it. So it costs the same for ten ranges and for a million, and a short phase disappears before a long one does.
+The picture is an image of threads by columns of time. Each cell has the colour of what took most of its work,
+the paler the longer nothing ran. So it costs the same for ten ranges and for a million, and no thread looks
+idle that had something to do.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ COLUMNS = 1600
 MOST_ROWS = 128
 _MOST_NAMES = 18
 _MOST_PANELS = 3
-_BLANK = "#ffffff"
+_FAINTEST = 0.3  # of a colour, where a cell has anything at all
 _LABEL_POINTS = 5.2  # width of a character of the groups' names
 
 
@@ -103,30 +104,30 @@ def _typical(timeline: Timeline) -> list[_Panel]:
     return panels[:_MOST_PANELS]
 
 
-def _cells(panel: _Panel, names: list[str]) -> np.ndarray:
-    """For each row and column of time: 0 nothing, 1 waiting, 2 + n the n-th name, whichever takes most of
-    it."""
+def _cells(panel: _Panel, names: list[str], colour_of: dict[str, str]) -> np.ndarray:
+    """The image [rows, columns, red green blue], from how much of each cell's time each name has."""
     import numpy as np
 
     edges = np.linspace(panel.begin, panel.end, COLUMNS + 1)
     width = edges[1] - edges[0]
-    cells = np.zeros((len(panel.rows), COLUMNS), dtype="int16")
-    in_group = np.diff(
-        covered(edges, *union(panel.groups["begin_ns"].to_numpy(), panel.groups["end_ns"].to_numpy()))
-    )
+    to_rgb = matplotlib("colors").to_rgb
+    palette = np.array([to_rgb(WAITING), *(to_rgb(colour_of[name]) for name in names)])
+    image = np.ones((len(panel.rows), COLUMNS, 3))
+    groups = union(panel.groups["begin_ns"].to_numpy(), panel.groups["end_ns"].to_numpy())
+    in_group = np.diff(covered(edges, *groups))
     code_of = {name: code for code, name in enumerate(names)}
     codes = panel.ranges["name"].astype(object).map(code_of).fillna(len(names) - 1).astype("int64")
     for row, mine in panel.ranges.assign(code=codes).groupby("row"):
-        amounts = np.zeros((len(names) + 2, COLUMNS))
+        amounts = np.zeros((len(names) + 1, COLUMNS))
         for code, ranges in mine.groupby("code"):
             spans = union(ranges["begin_ns"].to_numpy(), ranges["end_ns"].to_numpy())
-            amounts[code + 2] = np.diff(covered(edges, *spans))
-        busy = amounts.sum(axis=0)
-        phases = (mine["kind"] == "phase").any()
-        amounts[1] = np.clip(in_group - busy, 0, None) if phases else 0
-        amounts[0] = np.clip(width - busy - amounts[1], 0, None)
-        cells[row] = amounts.argmax(axis=0)
-    return cells
+            amounts[code + 1] = np.diff(covered(edges, *spans))
+        if (mine["kind"] == "phase").any():
+            amounts[0] = np.clip(in_group - amounts.sum(axis=0), 0, None)
+        taken = amounts.sum(axis=0) / width
+        strength = np.where(taken > 1e-9, np.clip(taken, _FAINTEST, 1), 0)[:, None]
+        image[row] = 1 - strength * (1 - palette[amounts.argmax(axis=0)])
+    return image
 
 
 def _names(panels: list[_Panel]) -> list[str]:
@@ -164,17 +165,8 @@ def _group_row(axes: Axes, panel: _Panel, divisor: float, width_points: float) -
 def _draw(
     axes: Axes, panel: _Panel, names: list[str], colour_of: dict[str, str], divisor: float, label: str
 ) -> None:
-    palette = matplotlib("colors").ListedColormap([_BLANK, WAITING, *(colour_of[name] for name in names)])
     extent = (0, (panel.end - panel.begin) / divisor, len(panel.rows) - 0.5, -0.5)
-    axes.imshow(
-        _cells(panel, names),
-        aspect="auto",
-        interpolation="nearest",
-        cmap=palette,
-        vmin=0,
-        vmax=len(names) + 1,
-        extent=extent,
-    )
+    axes.imshow(_cells(panel, names, colour_of), aspect="auto", interpolation="nearest", extent=extent)
     every = max(1, -(-len(panel.rows) // 16))
     axes.set_yticks(range(0, len(panel.rows), every), panel.rows[::every])
     axes.set_ylabel("thread" if len(panel.rows) > 1 else "")
@@ -195,7 +187,10 @@ def strip(timeline: Timeline, whole: bool = False) -> Figure | None:
         return None
     panels = [] if whole else _typical(timeline)
     if not panels:
-        begin, end = int(ranges["begin_ns"].min()), int(ranges["end_ns"].max())
+        placed = ranges[ranges["kind"].isin(("phase", "nvtx", "range", *GPU_KINDS))]
+        if placed.empty:
+            return None
+        begin, end = int(placed["begin_ns"].min()), int(placed["end_ns"].max())
         panel = _panel(timeline, f"all ranges: {shown(end - begin)}", begin, end, None) if end > begin else None
         if panel is None:
             return None
@@ -210,8 +205,11 @@ def strip(timeline: Timeline, whole: bool = False) -> Figure | None:
         ]
         for part, panel, height in zip(parts, panels, heights, strict=True):
             divisor, label = unit(panel.end - panel.begin)
-            top, axes = part.subplots(2, 1, sharex=True, height_ratios=[0.22, height])
-            _group_row(top, panel, divisor, 8.3 * 72)
+            if len(panel.groups):
+                top, axes = part.subplots(2, 1, sharex=True, height_ratios=[0.22, height])
+                _group_row(top, panel, divisor, 8.3 * 72)
+            else:
+                top = axes = part.subplots()
             more = f" ({panel.left_out} more threads not drawn)" if panel.left_out else ""
             top.set_title(panel.title + more)
             _draw(axes, panel, names, colour_of, divisor, label)

@@ -22,7 +22,9 @@ GPU_KINDS = ("kernel", "copy")
 
 # Column types: q 64-bit integer, d double, s string stored once.
 RANGES = {
-    "kind": "s",  # step, group, phase, nvtx, range, startend, osrt, kernel, copy, runtime
+    # step, group, phase, nvtx, range, startend, osrt, kernel, copy, runtime, member (a thread's part of a
+    # group)
+    "kind": "s",
     "name": "s",
     "category": "s",  # forward or backward; the NVTX domain; the cat of a Chrome trace
     "process": "q",
@@ -68,7 +70,7 @@ _OTHER_NAMES = "(other names)"
 class Bounds:
     """How much is kept. The readers stop keeping ranges at `ranges` and say so; sums per pass go on."""
 
-    ranges: int = 4_000_000  # some 300 MB of tables
+    ranges: int = 2_000_000  # some 150 MB of tables, up to 800 MB while reports are made
     names: int = 200_000  # distinct strings a column; the rest is "(other names)"
     record_bytes: int = 16 << 20  # one line, one event: what is longer is passed over
 
@@ -120,7 +122,8 @@ class Columns:
         data: dict[str, Any] = {}
         for name, values in self._arrays.items():
             if name in self._strings:
-                data[name] = pd.Categorical.from_codes(values, categories=list(self._strings[name]))
+                categories = pd.Index(list(self._strings[name]), dtype=object)
+                data[name] = pd.Categorical.from_codes(values, categories=categories)
             else:
                 data[name] = pd.Series(values, dtype="int64" if values.typecode == "q" else "float64")
         return pd.DataFrame(data, copy=False)
@@ -177,18 +180,15 @@ class Collector:
         self.process_names: dict[int, str] = {}
         self.laid_out = False
         self.left_out = 0  # ranges beyond the bound
+        self._kept = 0
         self._indices: dict[tuple[Any, ...], int] = {}
-
-    @property
-    def full(self) -> bool:
-        """Whether no further range will be kept."""
-        return len(self.ranges) >= self.bounds.ranges
 
     def add_range(self, *values: Any) -> None:
         """One range, in the order of RANGES, unless the bound is reached."""
-        if len(self.ranges) >= self.bounds.ranges:
+        if self._kept >= self.bounds.ranges:
             self.left_out += 1
             return
+        self._kept += 1
         self.ranges.add(*values)
 
     def next_index(self, *of: Any) -> int:
@@ -279,7 +279,9 @@ def _stack(pd: Any, frames: list[pd.DataFrame]) -> pd.DataFrame:
     for name in frames[0].columns:
         parts = [frame[name] for frame in frames]
         if parts[0].dtype == "category":
-            columns[name] = union_categoricals([part.astype("category") for part in parts])
+            # Some were made of plain strings, of which pandas makes another type of categories.
+            parts = [part.cat.rename_categories(part.cat.categories.astype(object)) for part in parts]
+            columns[name] = union_categoricals(parts)
         else:
             columns[name] = pd.concat(parts, ignore_index=True)
     return pd.DataFrame(columns)

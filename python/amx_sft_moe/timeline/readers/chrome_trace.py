@@ -31,6 +31,8 @@ _KINDS = {
     "cuda_runtime": "runtime",
     "cuda_driver": "runtime",
 }
+_PASS_ARGUMENTS = (("operator", 0), ("tokens", UNKNOWN), ("routed_rows", UNKNOWN))
+LANE = 1000  # our traces give each caller's team a thousand numbers of threads, the caller's the first
 _NOT_RANGES = ("Trace",)  # torch's frame around the whole recording
 
 
@@ -45,7 +47,7 @@ class _Names:
     def number(self, value: Any) -> int:
         if isinstance(value, str):
             try:
-                return int(value)
+                return whole(int(value))
             except ValueError:
                 return self._known.setdefault(value[:100], -2 - len(self._known))
         return whole(value)
@@ -63,10 +65,7 @@ class _Names:
 
 def _nanoseconds(value: Any) -> int:
     """Microseconds of a trace in nanoseconds."""
-    number = real(value)
-    if not math.isfinite(number):
-        raise ValueError("a time that is not finite")
-    return whole(round(number * _NS_PER_US))
+    return whole(round(real(value) * _NS_PER_US))
 
 
 def _amount(args: dict[str, Any], key: str) -> float:
@@ -96,12 +95,39 @@ class _Reader:
         args = args if isinstance(args, dict) else {}
         kind = kind or _KINDS.get(category, "range")
         if kind == "step":
-            category = step_kind(name)
+            name = category = step_kind(name)  # the layer is in the arguments
+        elif kind == "group" and thread % LANE:
+            kind = "member"  # a thread's part of a group, of which the caller's is the whole
         layer, flop, size = text_of(args.get("layer", "")), _amount(args, "flop"), _amount(args, "bytes")
-        if kind == "step" and isinstance(args.get("kernel"), str):
-            self._into.source.facts.setdefault("kernel", args["kernel"][:100])
+        if kind == "step":
+            self._pass(category, layer, process, begin, end, args)
         if self._filters.keeps(name, thread, begin, end):
             self._into.add_range(kind, name, category, process, thread, begin, end, UNKNOWN, layer, flop, size)
+
+    def _pass(self, step: str, layer: str, process: int, begin: int, end: int, args: dict[str, Any]) -> None:
+        """The row of a pass; its phases are worked out when all ranges are there."""
+        into = self._into
+        if not self._filters.keeps_time(begin, end):
+            return
+        operator, tokens, rows = (whole(args.get(k, d)) for k, d in _PASS_ARGUMENTS)
+        index = whole(args["step"]) if "step" in args else into.next_index(process, operator, step, layer)
+        kernel = text_of(args.get("kernel", ""))
+        into.passes.add(
+            into.number,
+            process,
+            operator,
+            step,
+            index,
+            layer,
+            kernel,
+            tokens,
+            rows,
+            UNKNOWN,
+            begin,
+            end,
+            float(end - begin),
+            UNKNOWN,
+        )
 
     def _opened(self, key: tuple[Any, ...], event: dict[str, Any]) -> None:
         if self._open_count >= _MOST_OPEN:

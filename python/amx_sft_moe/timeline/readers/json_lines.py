@@ -20,13 +20,15 @@ from ..names import is_total, step_kind
 from ..table import NOT_KNOWN, UNKNOWN, Collector
 
 _NS_PER_MS = 1e6
-_LARGEST = 1 << 62  # what is beyond cannot be a time
+_LARGEST = 1 << 61  # what is beyond cannot be a time, and the sum of two must fit a column
 _MOST_COMPLAINTS = 3
 _BAD = (KeyError, TypeError, ValueError, AttributeError, OverflowError, RecursionError)
 
 
 def whole(value: Any) -> int:
     """A number of a file as an integer; raises ValueError or TypeError where it is none or too large."""
+    if type(value) is int and -_LARGEST < value < _LARGEST:  # nearly all, and there are millions
+        return value
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         raise TypeError(f"expected a number, found {type(value).__name__}")
     number = round(value)
@@ -36,9 +38,11 @@ def whole(value: Any) -> int:
 
 
 def real(value: Any) -> float:
-    """A number of a file as a float; raises where it is none."""
+    """A number of a file as a float; raises ValueError or TypeError where it is none or not finite."""
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         raise TypeError(f"expected a number, found {type(value).__name__}")
+    if not math.isfinite(value):
+        raise ValueError(f"{value} is no amount")
     return float(value)
 
 
@@ -145,10 +149,9 @@ def _add(record: dict[str, Any], into: Collector, filters: Filters) -> None:
     """One line. Everything is read before anything is added, so that a bad line leaves nothing behind."""
     step = step_kind(text_of(record["step"]))
     begin = whole(record["begin_ns"])
-    end = (
-        whole(record["end_ns"]) if "end_ns" in record else begin + round(real(record["total_ms"]) * _NS_PER_MS)
-    )
-    total = real(record["total_ms"]) * _NS_PER_MS if "total_ms" in record else float(end - begin)
+    end = whole(record["end_ns"] if "end_ns" in record else begin + real(record["total_ms"]) * _NS_PER_MS)
+    # total_ms is the same, rounded.
+    total = float(end - begin) if "end_ns" in record else real(record["total_ms"]) * _NS_PER_MS
     sums = _Sums()
     for region in record.get("regions") or []:
         _region(region, sums)

@@ -1,7 +1,8 @@
 """The events of a Chrome trace, one at a time: a file of any size through a buffer of a few megabytes.
 
-A trace is an array of events or an object with one under "traceEvents". After a crash the end is missing; some
-writers leave single broken events. Neither ends the reading: what was passed over is counted.
+A trace is an array of events, with or without its closing bracket, or an object with one under
+"traceEvents". After a crash the end is missing; some writers leave single broken events. Neither ends the
+reading: what was passed over is counted.
 """
 
 from __future__ import annotations
@@ -38,13 +39,14 @@ class TraceEvents:
     def __init__(self, stream: BinaryIO, path: str, longest: int) -> None:
         self.header: dict[str, Any] = {}
         self.broken = 0  # events that were passed over
-        self.cut = False  # whether the file ended before the array did
+        self.cut = False  # whether the file ended in the middle of something
         self._stream = io.TextIOWrapper(stream, "utf-8-sig", errors="replace", newline="")
         self._path, self._longest = path, longest
         self._decoder = json.JSONDecoder(strict=False)
         self._text = ""
         self._at = 0
         self._ended = False
+        self._in_object = False
 
     def _fill(self) -> bool:
         """Reads on, dropping what was consumed; False at the end of the file."""
@@ -116,7 +118,8 @@ class TraceEvents:
                 self._at += 1
                 return
             if not following:
-                self.cut = True
+                # "[" and events without the closing bracket are a whole trace, by the format's own rules.
+                self.cut = self._in_object
                 return
             try:
                 event = self._value()
@@ -152,6 +155,7 @@ class TraceEvents:
         if first == "[":
             yield from self._array()
             return
+        self._in_object = True
         found = False
         try:
             while key := self._member():

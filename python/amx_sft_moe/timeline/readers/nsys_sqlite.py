@@ -53,9 +53,8 @@ def thread_of(global_id: int) -> int:
 class _Export:
     """One opened export: its tables, their columns, and rows in batches."""
 
-    def __init__(self, path: Path) -> None:
-        uri = f"{path.resolve().as_uri()}?mode=ro&immutable=1"
-        self.connection = sqlite3.connect(uri, uri=True)
+    def __init__(self, connection: sqlite3.Connection) -> None:
+        self.connection = connection
         self.connection.text_factory = lambda raw: raw.decode("utf-8", "replace")
         names = self.connection.execute("SELECT name FROM sqlite_master WHERE type IN ('table', 'view')")
         self.tables = {name for (name,) in names}
@@ -248,9 +247,10 @@ def _origin(export: _Export) -> int | None:
 
 def read(path: Path, into: Collector, filters: Filters) -> None:
     """Reads the tables that there are."""
-    export = None
+    uri = f"{path.resolve().as_uri()}?mode=ro&immutable=1"
+    connection = sqlite3.connect(uri, uri=True)
     try:
-        export = _Export(path)
+        export = _Export(connection)
         if not export.tables.intersection(_TABLES):
             found = ", ".join(sorted(export.tables)[:6]) or "none"
             raise TimelineError(
@@ -268,14 +268,13 @@ def read(path: Path, into: Collector, filters: Filters) -> None:
             reader.thread_names,
         ):
             part()
-    except sqlite3.Error as error:
+    except (sqlite3.Error, UnicodeDecodeError) as error:  # the latter from messages about damaged names
         if not len(into.ranges):
             raise TimelineError(f"{path} cannot be read as SQLite: {error}") from error
         into.note(f"the file is damaged ({error}); what was read up to there is used")
         return
     finally:
-        if export is not None:
-            export.connection.close()
+        connection.close()
     if reader.bad:
         into.note(f"{reader.bad:,} rows could not be used")
     if reader.unended:

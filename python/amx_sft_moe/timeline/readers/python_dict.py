@@ -48,8 +48,8 @@ def _add(times: Mapping[str, Any], into: Collector, at: int) -> int:
             name,
             ns,
             busy.get(name, 0.0),
-            real(flop.get(name, NOT_KNOWN)),
-            real(size.get(name, NOT_KNOWN)),
+            real(flop[name]) if name in flop else NOT_KNOWN,
+            real(size[name]) if name in size else NOT_KNOWN,
         )
     for thread_number, thread in enumerate(threads):
         own, wait = real(thread.get("busy_ms", 0)) * _NS_PER_MS, real(thread.get("waiting_ms", 0)) * _NS_PER_MS

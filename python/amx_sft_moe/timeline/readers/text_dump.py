@@ -13,7 +13,8 @@ from ..table import NOT_KNOWN, UNKNOWN, Collector
 from .json_lines import lines, open_unpacked
 
 _LINE = re.compile(
-    r"\[(FWD TIMER|BWD TIMER|GATHER|GU|DOWN|SUM|ACT|RW)\] (\S+): ([0-9]+(?:\.[0-9]+)?) ms(?: \((.*)\))?\s*$"
+    r"\[(FWD TIMER|BWD TIMER|GATHER|GU|DOWN|SUM|ACT|RW)\] (\S+): "
+    r"([0-9]{1,12}(?:\.[0-9]{1,12})?) ms(?: \((.*)\))?\s*$"
 )
 _STEPS = {"FWD TIMER": "forward", "BWD TIMER": "backward"}
 _NS_PER_MS = 1e6
