@@ -3,7 +3,7 @@ missing."""
 
 from __future__ import annotations
 
-import importlib
+from importlib import import_module
 from types import ModuleType
 
 from .errors import TimelineError
@@ -11,7 +11,7 @@ from .errors import TimelineError
 
 def _load(name: str) -> ModuleType:
     try:
-        return importlib.import_module(name)
+        return import_module(name)
     except ImportError as error:
         raise TimelineError(
             f"this needs {name.partition('.')[0]}, which is not installed ({error}); "

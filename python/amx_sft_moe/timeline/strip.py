@@ -199,7 +199,8 @@ def strip(timeline: Timeline, whole: bool = False) -> Figure | None:
     colour_of = colours(names)
     heights = [max(0.9, min(0.3 * len(panel.rows), 0.05 * len(panel.rows) + 1.2, 4.4)) for panel in panels]
     with styled():
-        figure = new_figure(11.5, sum(heights) + 1.15 * len(panels))
+        legend = 0.3 + 0.2 * (len(names) + 1)
+        figure = new_figure(11.5, max(sum(heights) + 1.15 * len(panels), legend))
         parts = figure.subfigures(len(panels), 1, height_ratios=[h + 1.15 for h in heights], squeeze=False)[
             :, 0
         ]

@@ -65,10 +65,10 @@ def _recognise(path: Path, sample: bytes) -> tuple[str, Reader]:
         )
     if _STEP_LINE.search(text) or (_STEP_KEYS.search(text) and b'"traceEvents"' not in text):
         return "JSON lines", json_lines.read
+    if _DUMP_LINE.search(text):  # begins with a bracket too
+        return "text dump", text_dump.read
     if text.startswith((b"{", b"[")):
         return "Chrome trace", chrome_trace.read
-    if _DUMP_LINE.search(text):
-        return "text dump", text_dump.read
     shown = text[:40].decode("utf-8", "backslashreplace")
     raise TimelineError(f"{path} is none of the formats read here: {_EXPECTED}; it begins with {shown!r}")
 

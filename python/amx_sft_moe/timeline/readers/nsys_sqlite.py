@@ -17,7 +17,7 @@ from ..names import DOMAIN, GROUPS, PHASES, step_kind, step_of_group
 from ..table import NOT_KNOWN, UNKNOWN, Collector
 from .json_lines import whole
 
-_BATCH = 20_000
+_BATCH = 5_000
 _PUSH_POP = (59, 70)  # NVTX and NVTXT
 _START_END = (60, 71)
 _DOMAIN_CREATE = 75
