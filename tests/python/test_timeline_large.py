@@ -46,7 +46,7 @@ def grow(path, form, size):
     """A file of about `size` bytes from the same few passes over and over."""
     records = list(timelines.records(4, 8))
     if form == "nsys":
-        return write_nsys(path, {"NVTX_EVENTS": list(_nsys_rows(records, size // _ROW_BYTES))}, {})
+        return write_nsys(path, {"NVTX_EVENTS": _nsys_rows(records, size // _ROW_BYTES)}, {})
     items = list(timelines.events(records)) if form == "trace" else records
     length = records[-1]["end_ns"] - records[0]["begin_ns"] + 10**6
     written = shift = 0
@@ -62,7 +62,7 @@ def grow(path, form, size):
 @pytest.mark.parametrize("form", ["lines", "trace", "nsys"])
 def test_reading_needs_memory_only_for_what_is_kept(tmp_path, form):
     peaks = []
-    for size in (3 << 20, 9 << 20):
+    for size in (2 << 20, 5 << 20):
         path = grow(tmp_path / f"{size}", form, size)
         tracemalloc.start()
         read = readers.read_file(path, bounds=Bounds(ranges=500))
@@ -70,7 +70,7 @@ def test_reading_needs_memory_only_for_what_is_kept(tmp_path, form):
         tracemalloc.stop()
         assert len(read.ranges) == 500
         assert "beyond the bound of 500" in " ".join(read.notes)
-    # Tables of passes grow by some kilobytes with six more megabytes of file; nothing else does.
+    # Tables of passes grow by some kilobytes with three more megabytes of file; nothing else does.
     assert peaks[1] - peaks[0] < (1 << 20), peaks
 
 
@@ -89,9 +89,7 @@ def test_two_hundred_megabytes(tmp_path, form):
     assert done.returncode == 0, done.stderr
     status, seconds, cpu_seconds, megabytes = map(int, done.stdout.split())
     size = path.stat().st_size / 1e6
-    print(
-        f"\n{form}: {size:.0f} MB, {seconds} s ({cpu_seconds} s of CPU), peak {megabytes} MB, page {page.stat().st_size}"
-    )
+    print(f"\n{form}: {size:.0f} MB, {seconds} s ({cpu_seconds} s of CPU), peak {megabytes} MB")
     assert status == 0
     assert "Traceback" not in done.stderr
     assert megabytes < 1200

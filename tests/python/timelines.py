@@ -297,7 +297,10 @@ TABLES = {
 
 
 def write_nsys(
-    path: Path, rows: dict[str, list[tuple[Any, ...]]], strings: dict[int, str], leave_out: Iterable[str] = ()
+    path: Path,
+    rows: dict[str, Iterable[tuple[Any, ...]]],
+    strings: dict[int, str],
+    leave_out: Iterable[str] = (),
 ) -> Path:
     """An export with the tables of TABLES that `rows` names; columns in `leave_out` do not exist."""
     connection = sqlite3.connect(path)
@@ -309,7 +312,7 @@ def write_nsys(
         connection.execute(f"CREATE TABLE {table} ({', '.join(columns[place] for place in kept)})")
         marks = ", ".join("?" * len(kept))
         connection.executemany(
-            f"INSERT INTO {table} VALUES ({marks})", [[row[place] for place in kept] for row in values]
+            f"INSERT INTO {table} VALUES ({marks})", ([row[place] for place in kept] for row in values)
         )
     connection.commit()
     connection.close()

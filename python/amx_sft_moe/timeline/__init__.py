@@ -2,7 +2,7 @@
 
     timeline = amx_sft_moe.timeline.read(["steps.jsonl"])       # or a Chrome trace, an export of Nsight Systems
     timeline.phases                                             # pandas tables; see table.py
-    amx_sft_moe.timeline.reports.nvtx_pushpop_sum(timeline)     # and the other reports of the command
+    reports.nvtx_pushpop_sum(timeline).table                    # of amx_sft_moe.timeline.reports; analysis, ...
 
 pandas does the work and is imported when it is first needed; pictures need matplotlib.
 """

@@ -26,6 +26,7 @@ COLUMNS = 1600
 MOST_ROWS = 128
 _MOST_NAMES = 18
 _MOST_PANELS = 3
+_MOST_GROUPS = 60  # boxes above the threads; more would be a grey bar
 _FAINTEST = 0.3  # of a colour, where a cell has anything at all
 _LABEL_POINTS = 5.2  # width of a character of the groups' names
 
@@ -206,7 +207,7 @@ def strip(timeline: Timeline, whole: bool = False) -> Figure | None:
         ]
         for part, panel, height in zip(parts, panels, heights, strict=True):
             divisor, label = unit(panel.end - panel.begin)
-            if len(panel.groups):
+            if 0 < len(panel.groups) <= _MOST_GROUPS:
                 top, axes = part.subplots(2, 1, sharex=True, height_ratios=[0.22, height])
                 _group_row(top, panel, divisor, 8.3 * 72)
             else:
