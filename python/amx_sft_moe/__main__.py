@@ -1,4 +1,4 @@
-"""Command line: ``python -m amx_sft_moe info | finetune | profile``."""
+"""Command line: ``python -m amx_sft_moe info | finetune | profile | timeline``."""
 
 from __future__ import annotations
 
@@ -22,12 +22,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
         from amx_sft_moe.profile import main as profile
 
         return profile(arguments[1:])
+    if arguments[:1] == ["timeline"]:
+        from amx_sft_moe.timeline.cli import main as timeline
+
+        return timeline(arguments[1:])
     parser = argparse.ArgumentParser(prog="python -m amx_sft_moe", description=__doc__)
     commands = parser.add_subparsers(dest="command", required=True)
     show = commands.add_parser("info", help="what this build and this machine offer")
     show.add_argument("--json", action="store_true", help="as JSON instead of text")
     commands.add_parser("finetune", help="fine-tune a Mixture-of-Experts model with LoRA", add_help=False)
     commands.add_parser("profile", help="time one layer's step, phase by phase", add_help=False)
+    commands.add_parser("timeline", help="where the time of recorded steps went", add_help=False)
     options = parser.parse_args(arguments)
     found = info()
     sys.stdout.write((json.dumps(found, indent=2) if options.json else as_text(found)) + "\n")

@@ -1,0 +1,296 @@
+"""`python -m amx_sft_moe timeline`: options, what is asked for, the exit status."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import IO
+
+from . import analysis, key_figures, read
+from .comparison import compare
+from .errors import TimelineError
+from .filters import Filters, parse_name, parse_threads, parse_window
+from .output import FORMATS, TIME_UNITS, write
+from .passes import inside_range, skip_first
+from .reports import NSYS_REPORTS, Report
+from .table import Bounds, Timeline
+
+OWN_REPORTS: dict[str, Callable[[Timeline], Report]] = {
+    "configuration": key_figures.configuration,
+    "step_sum": analysis.step_sum,
+    "phase_sum": key_figures.phase_sum,
+    "waiting_sum": analysis.waiting_sum,
+    "waiting_by_thread": analysis.waiting_by_thread,
+    "gap_sum": analysis.gap_sum,
+    "gaps": analysis.gaps,
+    "outliers": analysis.outliers,
+}
+_EPILOG = """\
+Reports as in `nsys stats`: {nsys}.
+Reports of our own: {own}.
+Without --report: all of these that have something to say, except traces. docs/timeline.md explains each.
+"""
+
+
+def _positive(text: str) -> float:
+    value = float(text)
+    if not 0 < value < float("inf"):
+        raise argparse.ArgumentTypeError(f"expected a number above zero, got {text}")
+    return value
+
+
+def _count(text: str) -> int:
+    value = int(text)
+    if value < 0:
+        raise argparse.ArgumentTypeError(f"expected zero or more, got {text}")
+    return value
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m amx_sft_moe timeline",
+        description="Where the time of steps went: JSON lines and traces of this package, Chrome traces of "
+        "torch, SQLite exports of Nsight Systems.",
+        epilog=_EPILOG.format(
+            nsys=", ".join(NSYS_REPORTS), own=", ".join([*OWN_REPORTS, "key_figures", "overlap"])
+        ),
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    add = parser.add_argument
+    add("files", nargs="*", metavar="FILE", type=Path)
+    add(
+        "--compare",
+        nargs=2,
+        metavar=("BEFORE", "AFTER"),
+        type=Path,
+        help="two files, and each phase's share of the change",
+    )
+    add(
+        "--report",
+        "-r",
+        action="append",
+        default=[],
+        metavar="NAME",
+        help="one or several, also separated by commas",
+    )
+    add("--format", "-f", choices=FORMATS, default="column")
+    add(
+        "--timeunit",
+        choices=list(TIME_UNITS),
+        default=None,
+        metavar="UNIT",
+        help="ns, us, ms or s, also in nsys's words (nsec, milliseconds, ...); ns by default, ms in HTML",
+    )
+    add(
+        "--output",
+        "-o",
+        default="-",
+        metavar="PREFIX",
+        help="writes PREFIX_REPORT.csv and so on; - is standard output",
+    )
+    add("--rows", type=_count, default=30, help="most rows of text (30); 0: all")
+    add("--html", type=Path, metavar="FILE", help="one self-contained page with pictures and tables")
+    add("--png", type=Path, metavar="FOLDER", help="the pictures as PNG files")
+    chosen = parser.add_argument_group("what is looked at")
+    chosen.add_argument("--filter-name", metavar="REGEX", help="ranges and phases whose name it finds")
+    chosen.add_argument(
+        "--filter-nvtx",
+        metavar="NAME[/INDEX]",
+        help="what runs inside ranges of that name, or the INDEXth of them",
+    )
+    chosen.add_argument("--filter-thread", metavar="0,2,4-7")
+    chosen.add_argument(
+        "--filter-time", metavar="BEGIN/END", help="such as 1s/1.5s, from the first range of a file"
+    )
+    chosen.add_argument("--step-range", metavar="REGEX", help="ranges of such names are the steps")
+    chosen.add_argument(
+        "--skip",
+        type=_count,
+        default=0,
+        metavar="N",
+        help="first passes of each kind and layer to leave out of steps",
+    )
+    chosen.add_argument(
+        "--max-ranges", type=_count, default=Bounds.ranges, help=f"most ranges kept a file ({Bounds.ranges:,})"
+    )
+    judged = parser.add_argument_group("what it is measured against")
+    judged.add_argument("--peak-gflops", type=_positive)
+    judged.add_argument("--bandwidth", type=_positive, metavar="GB/S")
+    judged.add_argument(
+        "--overlap", nargs=2, metavar=("A", "B"), help="two kinds of ranges: names (regex), or kind:copy"
+    )
+    judged.add_argument("--outlier-score", type=_positive, default=analysis.OUTLIER_SCORE)
+    return parser
+
+
+def _load(paths: Sequence[Path], options: argparse.Namespace) -> Timeline:
+    """The files with filters, limits and skipped passes applied."""
+    filters = Filters()
+    if options.filter_name is not None:
+        filters.name = parse_name(options.filter_name)
+    if options.filter_thread is not None:
+        filters.threads = parse_threads(options.filter_thread)
+    if options.filter_time is not None:
+        filters.begin, filters.end = parse_window(options.filter_time)
+    timeline = read(paths, filters, Bounds(ranges=options.max_ranges), options.step_range)
+    if options.filter_nvtx is not None:
+        inside_range(timeline, options.filter_nvtx)
+    skip_first(timeline, options.skip)
+    if options.peak_gflops is not None:
+        timeline.limits["peak_gflops"] = options.peak_gflops
+    if options.bandwidth is not None:
+        timeline.limits["bandwidth_gbs"] = options.bandwidth
+    return timeline
+
+
+def _available(options: argparse.Namespace) -> dict[str, Callable[[Timeline], Report]]:
+    """Every report by name, in the order in which they are shown."""
+    pair = tuple(options.overlap) if options.overlap else None
+    reports = {**OWN_REPORTS, **NSYS_REPORTS}
+    reports["outliers"] = lambda timeline: analysis.outliers(timeline, options.outlier_score)
+    first = {"configuration": reports.pop("configuration")}
+    first["key_figures"] = lambda timeline: key_figures.key_figures(timeline, pair)
+    if pair:
+        first["overlap"] = lambda timeline: analysis.overlap(timeline, *pair)
+    return {**first, **reports}
+
+
+def _reports(timeline: Timeline, options: argparse.Namespace) -> list[Report]:
+    """The reports that were asked for, else those that are not empty."""
+    available = _available(options)
+    asked = [name.strip() for names in options.report for name in names.split(",") if name.strip()]
+    for name in asked:
+        if name == "overlap" and name not in available:
+            raise TimelineError("the report overlap needs --overlap A B")
+        if name not in available:
+            raise TimelineError(f"there is no report {name!r}; there are {', '.join(available)}")
+    if asked:
+        return [available[name](timeline) for name in asked]
+    made = (make(timeline) for name, make in available.items() if name not in ("nvtx_pushpop_trace", "gaps"))
+    return [report for report in made if len(report.table)]
+
+
+def _write_file(path: Path, content: bytes) -> None:
+    """A whole file or none."""
+    partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        partial.write_bytes(content)
+        partial.replace(path)
+    except OSError as error:
+        raise TimelineError(f"cannot write {path}: {error.strerror or error}") from error
+    finally:
+        if partial.exists():
+            partial.unlink()
+
+
+def _write_reports(reports: Sequence[Report], options: argparse.Namespace, out: IO[str]) -> None:
+    unit = options.timeunit or "ns"
+    for report in reports:
+        if options.output == "-":
+            write(report, options.format, unit, options.rows, out)
+            continue
+        suffix = "txt" if options.format == "column" else options.format
+        path = Path(f"{options.output}_{report.name}.{suffix}")
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            with path.open("w", encoding="utf-8", newline="") as stream:
+                write(report, options.format, unit, options.rows, stream)
+        except OSError as error:
+            raise TimelineError(f"cannot write {path}: {error.strerror or error}") from error
+
+
+def _pictures(
+    timeline: Timeline, options: argparse.Namespace, comparison: Report | None
+) -> list[tuple[str, str, object, str]]:
+    """File name, title, figure and what to say instead, for each picture."""
+    from . import figures
+
+    window = options.filter_time is not None or options.filter_nvtx is not None
+    made = [
+        ("strip", "Timeline", figures.strip(timeline, window), "not drawn: no ranges with a place in time"),
+        ("phases", "Phases per step", figures.stacked(timeline), "not drawn: no steps with phases"),
+        ("roofline", "Roofline", figures.roofline(timeline), "not drawn: no phases with both flop and bytes"),
+        ("step_times", "Step times", figures.histogram(timeline), "not drawn: no steps"),
+    ]
+    if comparison is not None:
+        made.insert(0, ("change", "Change by phase", figures.change(comparison), "nothing changed"))
+    return made
+
+
+def _write_pictures(
+    timeline: Timeline, reports: list[Report], options: argparse.Namespace, comparison: Report | None
+) -> None:
+    if options.png is None and options.html is None:
+        return
+    from .html import page
+    from .style import png
+
+    pictures = _pictures(timeline, options, comparison)
+    if options.png is not None:
+        for name, _, figure, missing in pictures:
+            if figure is not None:
+                _write_file(options.png / f"{name}.png", png(figure))
+            else:
+                sys.stderr.write(f"{name}: {missing}\n")
+    if options.html is not None:
+        above = ("compare", "configuration", "key_figures")
+        first = [report for report in reports if report.name in above]
+        rest = [report for report in reports if report.name not in above]
+        title = "Timeline: " + ", ".join(Path(source.path).name for source in timeline.sources)
+        content = page(
+            title, first, [part[1:] for part in pictures], rest, timeline.notes, options.timeunit or "ms"
+        )
+        _write_file(options.html, content.encode("utf-8"))
+
+
+def _run(options: argparse.Namespace, out: IO[str]) -> None:
+    comparison = None
+    if options.compare:
+        before, timeline = (_load([path], options) for path in options.compare)
+        comparison = compare(before, timeline)
+        timeline.notes = list(dict.fromkeys([*before.notes, *timeline.notes]))
+        reports = [comparison]
+        if options.report or options.html:
+            reports += _reports(timeline, options)
+    else:
+        timeline = _load(options.files, options)
+        reports = _reports(timeline, options)
+    for note in timeline.notes:
+        sys.stderr.write(f"note: {note}\n")
+    _write_pictures(timeline, reports, options, comparison)
+    # With pictures alone the tables would only be in the way.
+    if (
+        options.report
+        or options.output != "-"
+        or options.format != "column"
+        or not (options.png or options.html)
+    ):
+        _write_reports(reports, options, out)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Exit status: 0 done, 1 the user can mend it (standard error says what), 2 wrong options, 130 Ctrl-C."""
+    parser = _parser()
+    options = parser.parse_args(argv)
+    if bool(options.files) == bool(options.compare):
+        parser.error("give FILEs, or --compare BEFORE AFTER")
+    try:
+        _run(options, sys.stdout)
+        sys.stdout.flush()
+    except TimelineError as error:
+        sys.stderr.write(f"error: {error}\n")
+        return 1
+    except MemoryError:
+        sys.stderr.write("error: not enough memory; --max-ranges and the filters keep less\n")
+        return 1
+    except KeyboardInterrupt:
+        sys.stderr.write("interrupted\n")
+        return 130
+    except BrokenPipeError:
+        # Whoever read us has enough (| head). The interpreter must not try to flush once more.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    return 0

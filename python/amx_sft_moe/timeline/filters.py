@@ -1,0 +1,94 @@
+"""Which ranges of a file are kept: by name, by thread, by time. Applied while reading, so that a small part of
+a large file needs little memory."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+from .errors import TimelineError
+
+_TIME = re.compile(r"([0-9]*\.?[0-9]+(?:e[0-9]+)?)\s*(ns|us|ms|s)?", re.IGNORECASE)
+_NS = {"ns": 1, "us": 1_000, "ms": 1_000_000, "s": 1_000_000_000}
+
+
+def parse_time(text: str) -> int:
+    """``"1.5s"``, ``"20ms"``, ``"300"`` (nanoseconds) as nanoseconds."""
+    found = _TIME.fullmatch(text.strip())
+    if found is None:
+        raise TimelineError(f"a time is a number with ns, us, ms or s, such as 1.5s; got {text!r}")
+    return round(float(found[1]) * _NS[(found[2] or "ns").lower()])
+
+
+def parse_window(text: str) -> tuple[int | None, int | None]:
+    """``"BEGIN/END"``, either may be empty, as nanoseconds after the first range of the file."""
+    begin, slash, end = text.partition("/")
+    if not slash or "/" in end:
+        raise TimelineError(f"a time window is BEGIN/END, such as 1s/1.5s or /200ms; got {text!r}")
+    window = (parse_time(begin) if begin.strip() else None, parse_time(end) if end.strip() else None)
+    if None not in window and window[0] >= window[1]:
+        raise TimelineError(f"the time window {text!r} ends before it begins")
+    return window
+
+
+def parse_threads(text: str) -> frozenset[int]:
+    """``"0,2,4-7"`` as a set of thread numbers."""
+    numbers: set[int] = set()
+    for part in text.split(","):
+        found = re.fullmatch(r"\s*(\d+)(?:\s*-\s*(\d+))?\s*", part)
+        if found is None:
+            raise TimelineError(f"threads are numbers and spans such as 0,2,4-7; got {text!r}")
+        first, last = int(found[1]), int(found[2] or found[1])
+        if not first <= last <= first + 1_000_000:
+            raise TimelineError(f"{part.strip()} is not a span of threads")
+        numbers.update(range(first, last + 1))
+    return frozenset(numbers)
+
+
+def parse_name(text: str) -> re.Pattern[str]:
+    """A regular expression that is searched for in the names of ranges."""
+    try:
+        return re.compile(text)
+    except re.error as error:
+        raise TimelineError(f"{text!r} is not a regular expression: {error}") from error
+
+
+@dataclass
+class Filters:
+    """What is kept. Time is counted from the first range of each file, in the order of the file."""
+
+    name: re.Pattern[str] | None = None
+    threads: frozenset[int] | None = None
+    begin: int | None = None
+    end: int | None = None
+    origin: int | None = None  # of the file being read
+
+    def for_new_file(self) -> Filters:
+        """The same filters, with time counted from the first range of another file."""
+        return Filters(self.name, self.threads, self.begin, self.end)
+
+    @property
+    def any(self) -> bool:
+        """Whether anything is filtered at all."""
+        return not (self.name is None and self.threads is None and self.begin is None and self.end is None)
+
+    def keeps_time(self, begin_ns: int, end_ns: int) -> bool:
+        """Whether a range or pass touches the window. The first one asked about is where time begins."""
+        if self.origin is None:
+            self.origin = begin_ns
+        if self.begin is not None and end_ns - self.origin < self.begin:
+            return False
+        return self.end is None or begin_ns - self.origin <= self.end
+
+    def keeps_name(self, name: str) -> bool:
+        """Whether a range or phase of that name is kept."""
+        return self.name is None or self.name.search(name) is not None
+
+    def keeps_thread(self, thread: int) -> bool:
+        """Whether anything of that thread is kept."""
+        return self.threads is None or thread in self.threads
+
+    def keeps(self, name: str, thread: int, begin_ns: int, end_ns: int) -> bool:
+        """Whether a range is kept."""
+        # Time is asked first: it has to see the first range of the file, whatever its name.
+        return self.keeps_time(begin_ns, end_ns) and self.keeps_thread(thread) and self.keeps_name(name)

@@ -1,0 +1,336 @@
+"""Passes, phases and waiting of files that have only ranges: Chrome traces and exports of Nsight Systems.
+
+A pass is a range of kind "step"; else a sequence of our groups; else a range whose name says so (torch's
+ProfilerStep#3, full_train_loop, --step-range). Phases of our passes follow the rule of the recorder: the wall
+time of a group is divided among its phases in proportion to their busy time, so they sum to it. Phases of other
+passes are the ranges directly inside them.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import TYPE_CHECKING, Any
+
+from .errors import TimelineError
+from .libraries import pandas
+from .names import DRIVER_RANGES, step_kind, step_of_group
+from .nesting import nest
+from .readers.chrome_trace import LANE
+from .table import CPU_KINDS, NOT_KNOWN, PASSES, PHASES, UNKNOWN, WAITS, Columns, Timeline
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+_STEP_NAMES = re.compile(r"ProfilerStep#\d+")
+_NUMBER = re.compile(r"#(\d+)$")
+_AMBIGUOUS = "backward_routing_weights"  # a group and its only phase
+_REST = "(in no range)"
+
+
+def derive(timeline: Timeline, step_range: re.Pattern[str] | None = None) -> Timeline:
+    """Fills the tables of passes, phases and waiting from the ranges where a reader could not. In place.
+
+    Args:
+        timeline: as read; left alone where it has passes and `step_range` is not given.
+        step_range: names of ranges that are the steps, whatever else the file has.
+    """
+    known = step_range is None and len(timeline.passes)
+    if (known and len(timeline.phases)) or not len(timeline.ranges):
+        return timeline
+    ranges = timeline.ranges.copy(deep=False)
+    ranges["kind"] = _resolve_ambiguous(ranges)
+    ranges["lane"] = _lanes(ranges, timeline)
+    spans = _known_spans(ranges, timeline) if known else _spans(ranges, step_range)
+    if spans.empty:
+        return timeline
+    if not known:
+        spans = spans.sort_values("begin_ns", kind="stable").reset_index(drop=True)
+        timeline.passes = _pass_table(spans, timeline)
+    ranges["step"] = _containing(ranges, spans)
+    timeline.ranges = ranges.drop(columns="lane")
+    _overlap_note(spans, timeline)
+    groups = ranges[(ranges["kind"] == "group") & (ranges["step"] >= 0)]
+    if len(groups) and step_range is None:
+        _phases_of_groups(ranges, groups, timeline)
+    else:
+        _phases_of_children(ranges, spans, timeline)
+    return timeline
+
+
+def _lanes(ranges: pd.DataFrame, timeline: Timeline) -> pd.Series:
+    """Which caller's team a thread belongs to: our traces give each caller a thousand numbers of its own."""
+    ours = timeline.sources[0].form == "Chrome trace" and (ranges["kind"] == "step").any()
+    return ranges["thread"] // LANE if ours else ranges["thread"] * 0
+
+
+def _known_spans(ranges: pd.DataFrame, timeline: Timeline) -> pd.DataFrame:
+    """The passes that the reader found, with the thread and the lane of their range, in order of time."""
+    keys = ["process", "begin_ns", "end_ns"]
+    steps = ranges.loc[ranges["kind"] == "step", [*keys, "thread", "lane"]].drop_duplicates(keys)
+    passes = timeline.passes.reset_index(names="row").merge(steps, on=keys)
+    return passes.set_index("row").sort_values("begin_ns", kind="stable")
+
+
+def _resolve_ambiguous(ranges: pd.DataFrame) -> pd.Series:
+    """The kinds, where a range that bears a group's and a phase's name is a phase if it lies in a group."""
+    kinds = ranges["kind"]
+    asked = (kinds == "group") & (ranges["name"] == _AMBIGUOUS)
+    if not asked.any():
+        return kinds
+    kinds = kinds.cat.set_categories(kinds.cat.categories.union(["phase"], sort=False))
+    groups = ranges[kinds == "group"].sort_values("begin_ns", kind="stable")
+    for process, mine in ranges[asked].groupby("process"):
+        outer = groups[groups["process"] == process]
+        latest_end = outer["end_ns"].cummax().to_numpy()
+        # Any group that began strictly before and still runs.
+        before = outer["begin_ns"].searchsorted(mine["begin_ns"].to_numpy(), side="left") - 1
+        inside = (before >= 0) & (latest_end[before.clip(min=0)] >= mine["end_ns"].to_numpy())
+        kinds.loc[mine.index[inside]] = "phase"
+    return kinds
+
+
+def _spans(ranges: pd.DataFrame, step_range: re.Pattern[str] | None) -> pd.DataFrame:
+    """One row per pass: process, thread, lane, begin_ns, end_ns, step, index, layer."""
+    cpu = ranges["kind"].isin(CPU_KINDS)
+    if step_range is None:
+        steps = ranges[ranges["kind"] == "step"]
+        if len(steps):
+            return _from_ranges(steps, [step_kind(str(name)) for name in steps["name"]])
+        groups = ranges[ranges["kind"] == "group"]
+        if len(groups):
+            return _from_groups(groups)
+        names = ranges["name"].cat.categories
+        wanted = [n for n in names if _STEP_NAMES.fullmatch(n)] or [n for n in names if n in DRIVER_RANGES[:2]]
+        wanted = wanted or [n for n in names if n in DRIVER_RANGES]
+    else:
+        wanted = [name for name in ranges["name"].cat.categories if step_range.search(name)]
+    chosen = ranges[cpu & ranges["name"].isin(wanted)]
+    return _from_ranges(chosen, [_NUMBER.sub("", str(name)) for name in chosen["name"]])
+
+
+def _from_ranges(chosen: pd.DataFrame, steps: list[str]) -> pd.DataFrame:
+    spans = chosen[["process", "thread", "lane", "begin_ns", "end_ns", "layer"]].copy()
+    spans["step"] = steps
+    numbers = [_NUMBER.search(str(name)) for name in chosen["name"]]
+    spans = spans.sort_values("begin_ns", kind="stable") if not any(numbers) else spans
+    counted = spans.groupby(["process", "step", "layer"], observed=True).cumcount()
+    spans["index"] = [int(found[1]) for found in numbers if found] if all(numbers) and numbers else counted
+    return spans
+
+
+def _from_groups(groups: pd.DataFrame) -> pd.DataFrame:
+    """Passes from the sequence of groups on a thread: a pass ends where the direction changes or the first
+    group
+    comes back after a later one."""
+    rows: list[dict[str, Any]] = []
+    for (process, thread), mine in groups.sort_values("begin_ns", kind="stable").groupby(["process", "thread"]):
+        current: dict[str, Any] | None = None
+        counts: dict[str, int] = {}
+        past_first = False
+        for name, begin, end in zip(mine["name"], mine["begin_ns"], mine["end_ns"], strict=True):
+            step = step_of_group(str(name)) or step_kind(str(name))
+            first = name in ("forward_gather", "backward_down")
+            if current is None or step != current["step"] or (first and past_first):
+                current = {
+                    "process": process,
+                    "thread": thread,
+                    "lane": 0,
+                    "begin_ns": begin,
+                    "end_ns": end,
+                    "layer": "",
+                    "step": step,
+                    "index": counts.get(step, 0),
+                }
+                counts[step] = counts.get(step, 0) + 1
+                past_first = False
+                rows.append(current)
+            past_first |= not first
+            current["end_ns"] = max(current["end_ns"], end)
+    return pandas().DataFrame(rows)
+
+
+def _pass_table(spans: pd.DataFrame, timeline: Timeline) -> pd.DataFrame:
+    columns = Columns(PASSES)
+    kernel = next((s.facts["kernel"] for s in timeline.sources if "kernel" in s.facts), "")
+    for span in spans.itertuples():
+        columns.add(
+            0,
+            span.process,
+            0,
+            span.step,
+            span.index,
+            str(span.layer),
+            kernel,
+            UNKNOWN,
+            UNKNOWN,
+            UNKNOWN,
+            span.begin_ns,
+            span.end_ns,
+            float(span.end_ns - span.begin_ns),
+            UNKNOWN,
+        )
+    return columns.frame()
+
+
+def _containing(ranges: pd.DataFrame, spans: pd.DataFrame) -> pd.Series:
+    """The row of `spans` that each range begins in, by time within its process and lane; -1 for none."""
+    pd = pandas()
+    result = pd.Series(UNKNOWN, index=ranges.index, dtype="int64")
+    for (process, lane), mine in spans.groupby(["process", "lane"]):
+        own = ranges.index[(ranges["process"] == process) & (ranges["lane"] == lane)]
+        begins = ranges["begin_ns"].loc[own]
+        at = mine["begin_ns"].searchsorted(begins, side="right") - 1
+        inside = (at >= 0) & (begins.to_numpy() < mine["end_ns"].to_numpy()[at.clip(min=0)])
+        result.loc[own[inside]] = mine.index.to_numpy()[at[inside]]
+    return result
+
+
+def _overlap_note(spans: pd.DataFrame, timeline: Timeline) -> None:
+    for _, mine in spans.groupby(["process", "lane"]):
+        if (mine["begin_ns"].iloc[1:].to_numpy() < mine["end_ns"].cummax().iloc[:-1].to_numpy()).any():
+            timeline.notes.append(
+                f"{timeline.sources[0].path}: passes of one process overlap in time; ranges count for "
+                "the one that began last"
+            )
+            return
+
+
+def _phases_of_groups(ranges: pd.DataFrame, groups: pd.DataFrame, timeline: Timeline) -> None:
+    """The recorder's rule, and waiting: the time from a thread's last phase in a group to the group's end."""
+    groups = groups.sort_values("begin_ns", kind="stable").reset_index(drop=True)
+    phases = ranges[(ranges["kind"] == "phase") & (ranges["step"] >= 0)]
+    group_of = _containing(phases, groups)
+    columns = ["process", "thread", "name", "begin_ns", "end_ns", "flop", "bytes"]
+    phases = phases[columns].assign(group=group_of, busy=phases["end_ns"] - phases["begin_ns"])
+    phases = phases[phases["group"] >= 0]
+    sums = phases.groupby(["group", "name"], sort=False, observed=True)
+    table = sums["busy"].sum().to_frame()
+    for amount in ("flop", "bytes"):
+        table[amount] = sums[amount].sum(min_count=1)
+    table = table.reset_index()
+    all_busy = table.groupby("group")["busy"].transform("sum")
+    length = (groups["end_ns"] - groups["begin_ns"]).astype("float64")
+    table["wall"] = table["group"].map(length) * table["busy"] / all_busy.where(all_busy > 0, 1)
+    table["pass"] = table["group"].map(groups["step"])
+    columns = Columns(PHASES)
+    per_pass = table.groupby(["pass", "name"], sort=False, observed=True)
+    amounts = {amount: per_pass[amount].sum(min_count=1) for amount in ("wall", "busy", "flop", "bytes")}
+    for (number, name), *values in zip(amounts["wall"].index, *amounts.values(), strict=True):
+        columns.add(number, name, *map(float, values))
+    empty = groups[~groups.index.isin(phases["group"])]
+    for number, name, begin, end in zip(
+        empty["step"], empty["name"], empty["begin_ns"], empty["end_ns"], strict=True
+    ):
+        columns.add(number, str(name), float(end - begin), NOT_KNOWN, NOT_KNOWN, NOT_KNOWN)
+    timeline.phases = columns.frame()
+    _waits_of_groups(groups, phases, timeline)
+
+
+def _waits_of_groups(groups: pd.DataFrame, phases: pd.DataFrame, timeline: Timeline) -> None:
+    per_thread = (
+        phases.groupby(["group", "thread"]).agg(last=("end_ns", "max"), busy=("busy", "sum")).reset_index()
+    )
+    threads = per_thread.groupby("group")["thread"].transform("count")
+    length = groups["end_ns"] - groups["begin_ns"]
+    per_thread["region"] = per_thread["group"].map(length).astype("float64")
+    per_thread["wait"] = (per_thread["group"].map(groups["end_ns"]) - per_thread["last"]).clip(lower=0)
+    per_thread["pass"] = per_thread["group"].map(groups["step"])
+    per_thread["process"] = per_thread["group"].map(groups["process"])
+    per_thread["name"] = per_thread["group"].map(groups["name"].astype(object))
+    shared = per_thread[threads > 1]
+    alone = per_thread[threads == 1].groupby(["pass", "name"], sort=False)["region"].sum()
+    waits = shared.groupby(["pass", "name"], sort=False)[["wait", "region"]].sum()
+    columns = Columns(WAITS)
+    for number, name in waits.index.union(alone.index, sort=False):
+        wait, region = waits.loc[(number, name)] if (number, name) in waits.index else (0.0, 0.0)
+        columns.add(number, name, float(wait), float(region), float(alone.get((number, name), 0.0)))
+    timeline.waits = columns.frame()
+    totals = shared.groupby(["process", "thread", "name"])[["busy", "wait", "region"]].sum().reset_index()
+    timeline.thread_waits = totals.rename(
+        columns={"name": "group", "busy": "busy_ns", "wait": "wait_ns", "region": "region_ns"}
+    ).astype({"busy_ns": "float64", "wait_ns": "float64", "group": "category"})
+
+
+def _phases_of_children(ranges: pd.DataFrame, spans: pd.DataFrame, timeline: Timeline) -> None:
+    """Phases are what lies directly inside a step on its thread; the rest of the step is a phase of its own."""
+    nested = nest(ranges[ranges["kind"].isin(CPU_KINDS)])
+    keys = ["process", "thread", "begin_ns", "end_ns"]
+    steps = nested.reset_index(names="row").merge(spans.reset_index(names="pass")[["pass", *keys]], on=keys)
+    # Two ranges of exactly the same extent: the outer one is the step.
+    steps = steps.sort_values("row").drop_duplicates("pass")
+    of_step = dict(zip(steps["row"], steps["pass"], strict=True))
+    children = nested[nested["parent"].isin(of_step)]
+    children = children.assign(
+        owner=children["parent"].map(of_step), length=children["end_ns"] - children["begin_ns"]
+    )
+    columns = Columns(PHASES)
+    covered: dict[int, float] = {}
+    for (owner, name), length in children.groupby(["owner", "name"], observed=True)["length"].sum().items():
+        columns.add(owner, str(name), float(length), float(length), NOT_KNOWN, NOT_KNOWN)
+        covered[owner] = covered.get(owner, 0.0) + length
+    for number, total in enumerate(timeline.passes["total_ns"]):
+        columns.add(number, _REST, max(total - covered.get(number, 0.0), 0.0), NOT_KNOWN, NOT_KNOWN, NOT_KNOWN)
+    timeline.phases = columns.frame()
+
+
+def skip_first(timeline: Timeline, count: int) -> None:
+    """Leaves the first `count` passes of each kind, operator and layer out of everything said about steps; the
+    table
+    of ranges keeps theirs. In place.
+
+    Raises:
+        TimelineError: nothing would be left.
+    """
+    if not count or not len(timeline.passes):
+        return
+    ordered = timeline.passes.sort_values("begin_ns", kind="stable")
+    keys = ["source", "process", "operator", "step", "layer"]
+    keep = ordered.groupby(keys, observed=True).cumcount() >= count
+    left = timeline.passes[keep.reindex(timeline.passes.index)]
+    if left.empty:
+        raise TimelineError(f"--skip {count} leaves no pass of {len(timeline.passes):,}")
+    _keep_passes(timeline, left)
+
+
+def _keep_passes(timeline: Timeline, passes: pd.DataFrame) -> None:
+    """Keeps some passes; their numbers (the index) stay."""
+    timeline.passes = passes
+    timeline.phases = timeline.phases[timeline.phases["pass"].isin(passes.index)]
+    timeline.waits = timeline.waits[timeline.waits["pass"].isin(passes.index)]
+
+
+def inside_range(timeline: Timeline, text: str) -> None:
+    """Keeps what runs inside ranges of a name, on any thread of their process: ``name`` or ``name/index``. In
+    place.
+
+    Raises:
+        TimelineError: there is no such range, or nothing runs inside.
+    """
+    name, slash, number = text.rpartition("/")
+    indexed = bool(slash) and number.isdigit()
+    name = name if indexed else text
+    ranges = timeline.ranges
+    outer = ranges[(ranges["name"] == name) & ranges["kind"].isin((*CPU_KINDS, "startend"))].sort_values(
+        "begin_ns"
+    )
+    if indexed:
+        outer = outer.iloc[int(number) : int(number) + 1]
+    if outer.empty:
+        raise TimelineError(f"there is no range {text!r} to look inside")
+    kept = _inside(ranges, outer)
+    timeline.ranges = ranges[kept]
+    passes = timeline.passes
+    _keep_passes(timeline, passes[_inside(passes, outer)])
+
+
+def _inside(rows: pd.DataFrame, outer: pd.DataFrame) -> pd.Series:
+    """Whether each row lies within one of the outer ranges of its process (their union, without joining
+    neighbours)."""
+    pd = pandas()
+    result = pd.Series(False, index=rows.index)
+    for process, mine in outer.groupby("process"):
+        own = rows[rows["process"] == process]
+        begins, ends = mine["begin_ns"].to_numpy(), mine["end_ns"].cummax().to_numpy()
+        at = begins.searchsorted(own["begin_ns"].to_numpy(), side="right") - 1
+        result.loc[own.index] = (at >= 0) & (own["end_ns"].to_numpy() <= ends[at.clip(min=0)])
+    return result

@@ -1,0 +1,227 @@
+"""Chrome traces: ours, torch.profiler's, and any other with complete (X), begin and end (B, E), asynchronous
+(b, e) and counter (C) events. Instants and flow arrows carry no time and are passed over."""
+
+from __future__ import annotations
+
+import math
+import zlib
+from pathlib import Path
+from typing import Any
+
+from ..filters import Filters
+from ..names import step_kind
+from ..table import NOT_KNOWN, UNKNOWN, Collector
+from .json_lines import open_unpacked, real, text_of, whole
+from .json_stream import TraceEvents
+
+_NS_PER_US = 1000
+_MOST_OPEN = 100_000  # begin events without their end
+_BAD = (KeyError, TypeError, ValueError, OverflowError)
+
+_KINDS = {
+    "step": "step",
+    "group": "group",
+    "phase": "phase",
+    # torch.profiler's categories
+    "kernel": "kernel",
+    "gpu_memcpy": "copy",
+    "gpu_memset": "copy",
+    "user_annotation": "nvtx",
+    "gpu_user_annotation": "gpu_annotation",
+    "cuda_runtime": "runtime",
+    "cuda_driver": "runtime",
+}
+_PASS_ARGUMENTS = (("operator", 0), ("tokens", UNKNOWN), ("routed_rows", UNKNOWN))
+LANE = 1000  # our traces give each caller's team a thousand numbers of threads, the caller's the first
+_NOT_RANGES = ("Trace",)  # torch's frame around the whole recording
+
+
+class _Names:
+    """Numbers of processes and threads; names that stand in their place (torch's "Spans") get negative
+    numbers."""
+
+    def __init__(self, into: Collector) -> None:
+        self._into = into
+        self._known: dict[str, int] = {}
+
+    def number(self, value: Any) -> int:
+        if isinstance(value, str):
+            try:
+                return whole(int(value))
+            except ValueError:
+                return self._known.setdefault(value[:100], -2 - len(self._known))
+        return whole(value)
+
+    def metadata(self, event: dict[str, Any]) -> None:
+        name = event.get("args", {}).get("name")
+        if not isinstance(name, str):
+            return
+        process = self.number(event.get("pid", 0))
+        if event["name"] == "process_name":
+            self._into.process_names[process] = name[:100]
+        elif event["name"] == "thread_name" and len(self._into.thread_names) < _MOST_OPEN:
+            self._into.thread_names[process, self.number(event.get("tid", 0))] = name[:100]
+
+
+def _nanoseconds(value: Any) -> int:
+    """Microseconds of a trace in nanoseconds."""
+    return whole(round(real(value) * _NS_PER_US))
+
+
+def _amount(args: dict[str, Any], key: str) -> float:
+    value = args.get(key)
+    return real(value) if value is not None else NOT_KNOWN
+
+
+class _Reader:
+    """Turns events into ranges."""
+
+    def __init__(self, into: Collector, filters: Filters) -> None:
+        self._into, self._filters = into, filters
+        self._names = _Names(into)
+        self._open: dict[tuple[Any, ...], list[tuple[int, dict[str, Any]]]] = {}
+        self._open_count = 0
+        self.bad = 0
+
+    def _range(self, event: dict[str, Any], begin: int, end: int, kind: str | None = None) -> None:
+        """Adds one range; `event` names it."""
+        category = text_of(event.get("cat", ""))
+        if category in _NOT_RANGES:
+            return
+        name = text_of(event["name"])
+        thread = self._names.number(event.get("tid", 0))
+        process = self._names.number(event.get("pid", self._into.number))
+        args = event.get("args")
+        args = args if isinstance(args, dict) else {}
+        kind = kind or _KINDS.get(category, "range")
+        if kind == "step":
+            name = category = step_kind(name)  # the layer is in the arguments
+        elif kind == "group" and thread % LANE:
+            kind = "member"  # a thread's part of a group, of which the caller's is the whole
+        layer, flop, size = text_of(args.get("layer", "")), _amount(args, "flop"), _amount(args, "bytes")
+        if kind == "step":
+            self._pass(category, layer, process, begin, end, args)
+        if self._filters.keeps(name, thread, begin, end):
+            self._into.add_range(kind, name, category, process, thread, begin, end, UNKNOWN, layer, flop, size)
+
+    def _pass(self, step: str, layer: str, process: int, begin: int, end: int, args: dict[str, Any]) -> None:
+        """The row of a pass; its phases are worked out when all ranges are there."""
+        into = self._into
+        if not self._filters.keeps_time(begin, end):
+            return
+        operator, tokens, rows = (whole(args.get(k, d)) for k, d in _PASS_ARGUMENTS)
+        index = whole(args["step"]) if "step" in args else into.next_index(process, operator, step, layer)
+        kernel = text_of(args.get("kernel", ""))
+        into.passes.add(
+            into.number,
+            process,
+            operator,
+            step,
+            index,
+            layer,
+            kernel,
+            tokens,
+            rows,
+            UNKNOWN,
+            begin,
+            end,
+            float(end - begin),
+            UNKNOWN,
+        )
+
+    def _opened(self, key: tuple[Any, ...], event: dict[str, Any]) -> None:
+        if self._open_count >= _MOST_OPEN:
+            raise ValueError("too many open ranges")
+        self._open.setdefault(key, []).append((_nanoseconds(event["ts"]), event))
+        self._open_count += 1
+
+    def _closed(self, key: tuple[Any, ...], event: dict[str, Any], kind: str | None) -> None:
+        begin, opened = self._open[key].pop()
+        if not self._open[key]:
+            del self._open[key]
+        self._open_count -= 1
+        args = {**(opened.get("args") or {}), **(event.get("args") or {})}
+        self._range({**opened, "args": args}, begin, _nanoseconds(event["ts"]), kind)
+
+    def event(self, event: dict[str, Any]) -> None:
+        """One event; raises what _BAD lists for one that cannot be used."""
+        kind = event.get("ph")
+        if kind == "X":
+            begin = _nanoseconds(event["ts"])
+            duration = _nanoseconds(event.get("dur", 0))
+            if duration < 0:
+                raise ValueError("a duration below zero")
+            self._range(event, begin, begin + duration)
+        elif kind in ("B", "E"):
+            key: tuple[Any, ...] = ("B", event.get("pid"), event.get("tid"))
+            if kind == "B":
+                self._opened(key, event)
+            else:
+                self._closed(key, event, None)
+        elif kind in ("b", "e"):
+            key = (
+                "b",
+                event.get("pid"),
+                text_of(event.get("cat", "")),
+                text_of(event.get("id", event.get("id2", ""))),
+            )
+            if kind == "b":
+                self._opened(key, event)
+            else:
+                self._closed(key, event, "startend")
+        elif kind == "C":
+            self._counter(event)
+        elif kind == "M":
+            self._names.metadata(event)
+
+    def _counter(self, event: dict[str, Any]) -> None:
+        at, process = _nanoseconds(event["ts"]), self._names.number(event.get("pid", self._into.number))
+        if not self._filters.keeps_time(at, at) or len(self._into.counters) >= self._into.bounds.ranges // 4:
+            return
+        name = text_of(event["name"])
+        for series, value in (event.get("args") or {}).items():
+            plain = series in ("value", name) or len(event["args"]) == 1
+            self._into.counters.add(name if plain else f"{name}: {series}", process, at, real(value))
+
+    @property
+    def open_ranges(self) -> int:
+        return self._open_count
+
+
+def _limits(header: dict[str, Any], into: Collector) -> None:
+    """Facts and measured limits of `otherData`."""
+    other = header.get("otherData")
+    for key, value in (other if isinstance(other, dict) else {}).items():
+        number = isinstance(value, (int, float)) and not isinstance(value, bool)
+        if key in ("peak_gflops", "bandwidth_gbs") and number and value > 0 and math.isfinite(value):
+            into.limits[key] = float(value)
+        elif len(into.source.facts) < 50 and isinstance(value, (str, int, float, bool)):
+            into.source.facts[str(key)[:100]] = str(value)[:200]
+    for key in ("traceName", "host_name"):
+        if isinstance(header.get(key), str):
+            into.source.facts[key] = header[key][:200]
+
+
+def read(path: Path, into: Collector, filters: Filters) -> None:
+    """Reads event by event."""
+    reader = _Reader(into, filters)
+    cut = ""
+    with open_unpacked(path) as stream:
+        events = TraceEvents(stream, str(path), into.bounds.record_bytes)
+        try:
+            for event in events:
+                try:
+                    reader.event(event)
+                except (*_BAD, AttributeError):
+                    reader.bad += 1
+        except zlib.error as error:
+            cut = f"the packed file is damaged ({error}); what was read up to there is used"
+    _limits(events.header, into)
+    if events.cut:
+        cut = "the file ends before its list of events does (a crash?); what was read up to there is used"
+    if cut:
+        into.note(cut)
+    if events.broken or reader.bad:
+        into.note(f"{events.broken + reader.bad:,} events were broken and passed over")
+    if reader.open_ranges:
+        into.note(f"{reader.open_ranges:,} ranges were begun and not ended; they are left out")

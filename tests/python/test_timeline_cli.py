@@ -1,0 +1,222 @@
+"""`python -m amx_sft_moe timeline`: options, files that it writes, exit statuses, messages."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+import subprocess
+import sys
+
+import pytest
+
+import timelines
+from amx_sft_moe.__main__ import main as package_main
+from amx_sft_moe.timeline import cli, libraries
+from timelines import write_lines, write_trace
+
+pytest.importorskip("pandas")
+
+
+@pytest.fixture
+def path(tmp_path):
+    return write_lines(tmp_path / "steps.jsonl", timelines.records(6, 3))
+
+
+def run(capsys, *arguments) -> tuple[int, str, str]:
+    status = cli.main([str(argument) for argument in arguments])
+    out = capsys.readouterr()
+    return status, out.out, out.err
+
+
+def rows(capsys, *arguments) -> list[dict]:
+    """The rows of a report that is asked for as JSON."""
+    status, out, _ = run(capsys, *arguments, "-f", "json")
+    assert status == 0
+    return json.loads(out)
+
+
+class TestReports:
+    def test_without_options_all_that_say_something(self, capsys, path):
+        status, out, err = run(capsys, path)
+        assert (status, err) == (0, "")
+        found = [line.rpartition("(")[2].rstrip(")") for line in out.splitlines() if line.startswith(" ** ")]
+        assert found == [
+            "configuration",
+            "key_figures",
+            "step_sum",
+            "phase_sum",
+            "waiting_sum",
+            "waiting_by_thread",
+            "gap_sum",
+            "nvtx_pushpop_sum",
+        ]
+
+    def test_chosen_reports_in_json(self, capsys, path):
+        steps = rows(capsys, path, "-r", "step_sum", "--timeunit", "msec")
+        assert {row["Step"] for row in steps} == {"forward layers.0", "backward layers.0"}
+        assert steps[0]["Steps"] == 6
+        assert 10 < steps[0]["Avg (ms)"] < 40
+
+    def test_files(self, capsys, path, tmp_path):
+        prefix = tmp_path / "deep" / "run"
+        status, out, _ = run(capsys, path, "-r", "phase_sum,nvtx_pushpop_trace", "-f", "csv", "-o", prefix)
+        assert (status, out) == (0, "")
+        written = sorted(prefix.parent.iterdir())
+        assert [p.name for p in written] == ["run_nvtx_pushpop_trace.csv", "run_phase_sum.csv"]
+        spans = [len(t["spans"]) for r in timelines.records(6, 3) for g in r["regions"] for t in g["threads"]]
+        assert len(list(csv.DictReader(io.StringIO(written[0].read_text())))) == 12 + 12 * 5 + sum(spans)
+
+    def test_pictures_and_page(self, capsys, path, tmp_path):
+        pytest.importorskip("matplotlib")
+        status, out, _ = run(capsys, path, "--png", tmp_path / "png", "--html", tmp_path / "page.html")
+        assert (status, out) == (0, "")
+        names = sorted(p.name for p in (tmp_path / "png").iterdir())
+        assert names == ["phases.png", "roofline.png", "step_times.png", "strip.png"]
+        content = (tmp_path / "page.html").read_text()
+        assert content.count("data:image/png;base64,") == 4
+        assert "waiting_by_thread" in content
+
+    def test_compare(self, capsys, path, tmp_path):
+        slower = write_lines(tmp_path / "b", timelines.records(6, 3, slower=3.0))
+        changes = {r["Phase"]: r for r in rows(capsys, "--compare", path, slower) if r["Step"] == "backward"}
+        assert changes["D3_gemm"]["Share of change (%)"] > 80
+        pytest.importorskip("matplotlib")
+        status, out, _ = run(capsys, "--compare", path, slower, "--html", tmp_path / "page.html")
+        assert (status, out) == (0, "")
+        assert "Change by phase" in (tmp_path / "page.html").read_text()
+
+    def test_limits_of_the_command_line(self, capsys, path):
+        figures = json.dumps(
+            rows(capsys, path, "-r", "key_figures", "--peak-gflops", "2000", "--bandwidth", "80")
+        )
+        assert "of 2,000 GFLOP/s" in figures
+        assert "of 80.0 GB/s" in figures
+
+    def test_options_reach_the_analysis(self, capsys, path):
+        both = rows(capsys, path, "-r", "overlap", "--overlap", "gemm", "kind:group")
+        assert both[0]["Overlap (%)"] == 100.0
+        assert [row["Steps"] for row in rows(capsys, path, "-r", "step_sum", "--skip", "4")] == [2, 2]
+        assert rows(capsys, path, "-r", "outliers", "--outlier-score", "0.001")
+        assert not rows(capsys, path, "-r", "outliers", "--outlier-score", "1000")
+
+    def test_filters(self, capsys, path):
+        ranges = rows(capsys, path, "-r", "nvtx_pushpop_sum", "--filter-name", "^D3", "--filter-thread", "0")
+        assert [(row["Range"], row["Instances"]) for row in ranges] == [("D3_gemm", 6)]
+        ranges = rows(capsys, path, "-r", "nvtx_pushpop_sum", "--filter-nvtx", "backward/2")
+        assert {row["Range"]: row["Instances"] for row in ranges}["backward"] == 1
+        assert sum(row["Steps"] for row in rows(capsys, path, "-r", "step_sum", "--filter-time", "0/30ms")) == 2
+
+    def test_the_bound_is_said(self, capsys, path):
+        status, out, err = run(capsys, path, "--max-ranges", "50", "-r", "step_sum", "-f", "json")
+        assert status == 0
+        assert "beyond the bound of 50" in err
+        assert [row["Steps"] for row in json.loads(out)] == [6, 6]  # sums per step are of all passes
+
+
+class TestRefusals:
+    @pytest.mark.parametrize(
+        ("options", "message"),
+        [
+            (["-r", "nothing"], "there is no report 'nothing'; there are configuration"),
+            (["-r", "overlap"], "needs --overlap A B"),
+            (["--filter-name", "("], "not a regular expression"),
+            (["--overlap", "(", "b"], "not a regular expression"),
+            (["--step-range", "["], "not a regular expression"),
+            (["--filter-time", "5"], "a time window is BEGIN/END"),
+            (["--filter-time", "9s/"], "nothing of it passes the filters"),
+            (["--filter-thread", "x"], "threads are numbers"),
+            (["--filter-nvtx", "nowhere"], "there is no range 'nowhere'"),
+            (["--skip", "6"], "--skip 6 leaves no pass"),
+        ],
+    )
+    def test_the_user_can_mend_it(self, capsys, path, options, message):
+        status, out, err = run(capsys, path, *options)
+        assert (status, out) == (1, "")
+        assert err.startswith("error: ")
+        assert message in err
+
+    @pytest.mark.parametrize(
+        "options",
+        [["--timeunit", "h"], ["--format", "xml"], ["--peak-gflops", "0"], ["--skip", "-1"], ["--rows", "x"]],
+    )
+    def test_wrong_options(self, capsys, path, options):
+        with pytest.raises(SystemExit) as raised:
+            cli.main([str(path), *options])
+        assert raised.value.code == 2
+        assert "usage:" in capsys.readouterr().err
+
+    @pytest.mark.parametrize("files", [0, 1])
+    def test_files_or_compare(self, capsys, path, files):
+        with pytest.raises(SystemExit) as raised:
+            cli.main([str(path), "--compare", str(path), str(path)] if files else [])
+        assert raised.value.code == 2
+        assert "give FILEs, or --compare" in capsys.readouterr().err
+
+    def test_a_folder_that_cannot_be_written(self, capsys, path):
+        pytest.importorskip("matplotlib")
+        for options in (["--html", path / "x.html"], ["--png", path / "x"], ["-o", path / "x"]):
+            status, _, err = run(capsys, path, *options)
+            assert status == 1
+            assert "cannot write" in err
+
+    def test_a_missing_library_is_named(self, capsys, path, monkeypatch):
+        def missing(name):
+            raise ImportError(f"No module named {name!r}")
+
+        monkeypatch.setattr(libraries, "import_module", missing)
+        status, _, err = run(capsys, path)
+        assert status == 1
+        assert "needs pandas" in err
+        assert "amx-sft-moe[profile]" in err
+
+    @pytest.mark.parametrize(("error", "expected"), [(MemoryError(), 1), (KeyboardInterrupt(), 130)])
+    def test_what_stops_it(self, capsys, path, monkeypatch, error, expected):
+        def stop(*_):
+            raise error
+
+        monkeypatch.setattr(cli, "_run", stop)
+        status, _, err = run(capsys, path)
+        assert status == expected
+        assert len(err.splitlines()) == 1
+
+
+class TestProcess:
+    def test_a_reader_that_leaves_early(self, path):
+        """`| head` closes the pipe; that is no error."""
+        command = [
+            sys.executable,
+            "-m",
+            "amx_sft_moe",
+            "timeline",
+            str(path),
+            "-r",
+            "nvtx_pushpop_trace",
+            "-f",
+            "csv",
+        ]
+        with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+            process.stdout.close()
+            assert process.stderr.read() == b""
+        assert process.returncode == 0
+
+    def test_torch_and_matplotlib_are_not_imported(self, path):
+        code = (
+            "import sys; from amx_sft_moe.timeline.cli import main; "
+            f"main([{str(path)!r}, '-r', 'step_sum']); "
+            "sys.exit(bool({'torch', 'matplotlib'} & set(sys.modules)))"
+        )
+        assert subprocess.run([sys.executable, "-c", code], stdout=subprocess.DEVNULL).returncode == 0
+
+    def test_help_names_the_reports(self, capsys):
+        with pytest.raises(SystemExit) as raised:
+            package_main(["timeline", "--help"])
+        assert raised.value.code == 0
+        out = capsys.readouterr().out
+        assert "nvtx_pushpop_sum" in out
+        assert "waiting_sum" in out
+
+
+def test_a_trace_through_the_command(capsys, tmp_path):
+    path = write_trace(tmp_path / "trace.json", timelines.records(3, 2))
+    assert {row["Phase"] for row in rows(capsys, path, "-r", "phase_sum")} == set(timelines.RATES)

@@ -1,0 +1,579 @@
+"""Reading timelines: the same passes from every format, and files that are broken, foreign or odd."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import re
+import sqlite3
+from pathlib import Path
+
+import pytest
+
+import timelines
+from amx_sft_moe import timeline
+from amx_sft_moe.timeline import Bounds, Filters, TimelineError, names
+from amx_sft_moe.timeline.filters import parse_name, parse_threads, parse_window
+from timelines import global_tid, write_lines, write_nsys, write_trace
+
+pd = pytest.importorskip("pandas")
+
+
+def passes_of(count: int = 3, **options):
+    return list(timelines.records(count, options.pop("threads", 3), **options))
+
+
+def walls(read: timeline.Timeline) -> dict[tuple[str, int, str], float]:
+    """Wall ns by kind of step, order of the pass and phase; phases without time left out."""
+    table = read.phases.merge(read.passes, left_on="pass", right_index=True)
+    rows = zip(table["step"], table["index"], table["phase"], table["wall_ns"], strict=True)
+    return {(step, index, phase): ns for step, index, phase, ns in rows if ns > 0}
+
+
+def expected_walls(records) -> dict[tuple[str, int, str], float]:
+    return {(r["step"], r["index"], name): ns for r in records for name, ns in timelines.wall_times(r).items()}
+
+
+def read_or_message(path: Path) -> timeline.Timeline | str:
+    try:
+        return timeline.read(path)
+    except TimelineError as error:
+        return str(error)
+
+
+class TestFormatsAgree:
+    """The same passes as JSON lines, as the older JSON lines, as a trace, as text, as Python dicts."""
+
+    @pytest.fixture
+    def records(self):
+        return passes_of(4)
+
+    @pytest.fixture
+    def expected(self, records):
+        return expected_walls(records)
+
+    def test_json_lines(self, records, expected, tmp_path):
+        read = timeline.read(write_lines(tmp_path / "f", records))
+        assert walls(read) == pytest.approx(expected, abs=1)
+        assert list(read.passes["total_ns"]) == [r["end_ns"] - r["begin_ns"] for r in records]
+        assert read.notes == []
+
+    def test_older_json_lines(self, records, expected, tmp_path):
+        read = timeline.read(write_lines(tmp_path / "f", map(timelines.old_form, records)))
+        assert walls(read) == pytest.approx(expected, abs=1)
+        assert list(read.passes["total_ns"]) == pytest.approx([r["total_ms"] * 1e6 for r in records])
+        assert "laid out" in read.notes[0]
+
+    @pytest.mark.parametrize("form", ["array", "object"])
+    def test_trace(self, records, expected, tmp_path, form):
+        read = timeline.read(write_trace(tmp_path / "f", records, form))
+        assert walls(read) == pytest.approx(expected, rel=1e-6)
+        assert list(read.passes["total_ns"]) == [r["end_ns"] - r["begin_ns"] for r in records]
+        assert read.notes == []
+
+    def test_text(self, records, expected, tmp_path):
+        path = tmp_path / "log"
+        path.write_text("started\n" + "".join(map(timelines.text_dump, records)) + "[INFO] loss: 1.25 ms\n")
+        read = timeline.read(path)
+        assert walls(read) == pytest.approx(expected, abs=501)  # three decimals of a millisecond
+        assert [str(step) for step in read.passes["step"]] == [r["step"] for r in records]
+
+    def test_python_dicts(self, records, expected):
+        dicts = [
+            {
+                "total_ms": record["total_ms"],
+                "groups": record["groups_ms"],
+                "phases": record["phases_ms"],
+                "threads": [{"busy_ms": 3.0, "waiting_ms": 1.0, "phases": {}}],
+            }
+            for record in records
+        ]
+        read = timeline.from_times([{}, *dicts])
+        table = read.phases.merge(read.passes, left_on="pass", right_index=True)
+        for step in ("forward", "backward"):
+            ours = table[table["step"] == step].groupby("phase", observed=True)["wall_ns"].sum()
+            for phase in {phase for kind, _, phase in expected if kind == step}:
+                wanted = sum(ns for (kind, _, name), ns in expected.items() if (kind, name) == (step, phase))
+                assert ours[phase] == pytest.approx(wanted, rel=1e-6)
+
+    def test_waiting_of_lines_and_trace(self, records, tmp_path):
+        lines = timeline.read(write_lines(tmp_path / "f", records)).thread_waits
+        trace = timeline.read(write_trace(tmp_path / "g", records)).thread_waits
+        by = ["thread", "group"]
+        lines, trace = (t.astype({"group": str}).set_index(by).sort_index() for t in (lines, trace))
+        assert list(lines.index) == list(trace.index)
+        # The trace has the end of the last span, the line that of the thread: integer shares differ by some ns.
+        assert (lines["wait_ns"] - trace["wait_ns"]).abs().max() < 100
+        expected = sum(
+            region["end_ns"] - thread["end_ns"]
+            for record in records
+            for region in record["regions"]
+            for thread in region["threads"]
+        )
+        assert lines["wait_ns"].sum() == expected
+
+    def test_work_of_lines_and_trace(self, records, tmp_path):
+        lines = timeline.read(write_lines(tmp_path / "f", records)).phases
+        trace = timeline.read(write_trace(tmp_path / "g", records)).phases
+        for amount in ("flop", "bytes"):
+            ours = lines.groupby("phase", observed=True)[amount].sum()
+            theirs = trace.groupby("phase", observed=True)[amount].sum()
+            assert theirs.to_dict() == pytest.approx(
+                ours[ours.index.isin(theirs.index)].to_dict(), rel=1e-5, abs=1
+            )
+
+    def test_files_together(self, records, tmp_path):
+        read = timeline.read([write_lines(tmp_path / "f", records), write_trace(tmp_path / "g", records)])
+        assert list(read.passes["source"]) == [0] * 8 + [1] * 8
+        halves = read.phases[read.phases["wall_ns"] > 0].groupby(read.phases["pass"] < 8)["wall_ns"].sum()
+        assert halves[True] == pytest.approx(halves[False], rel=1e-6)
+        assert sorted(read.ranges["step"].unique()) == list(range(16))
+
+
+def test_names_are_those_of_the_headers():
+    header = Path(__file__).parents[2] / "include/amx_sft_moe/profile/phases.hpp"
+    text = header.read_text()
+    phases = re.findall(r'\{"([^"]+)", "[A-Z]+", PhaseGroup::k(\w+),', text)
+    groups = re.findall(r'"((?:forward|backward)_\w+)"', text[text.index("kPhaseGroups{") :])
+    assert groups == list(names.GROUPS)
+    assert [name for name, _ in phases] == list(names.PHASES)
+    for name, group in phases:
+        spelled = re.sub(r"(?<!^)([A-Z])", r"_\1", group).lower()
+        assert name in names.PHASES_OF_GROUPS[spelled.replace("forward_sum", "forward_sum_tokens")]
+
+
+class TestJsonLines:
+    def test_everything_optional_may_be_missing(self, tmp_path):
+        read = timeline.read(
+            write_lines(tmp_path / "f", [{"step": "forward", "begin_ns": 5, "end_ns": 9, "phases_ms": {}}])
+        )
+        one = read.passes.iloc[0]
+        assert (one["total_ns"], one["tokens"], one["layer"], one["kernel"]) == (4, -1, "", "")
+
+    def test_limits_come_from_the_file(self, tmp_path):
+        read = timeline.read(write_lines(tmp_path / "f", passes_of(1)))
+        assert read.limits == {"peak_gflops": 1000.0, "bandwidth_gbs": 40.0}
+
+    def test_spans_that_were_dropped_are_laid_out_after_the_others(self, tmp_path):
+        record = passes_of(1)[0]
+        thread = record["regions"][2]["threads"][1]
+        name, begin, end, _ = thread["spans"][0]
+        thread["spans"] = [[name, begin, begin + 1000, 1]]
+        thread["spans_dropped"] = 7
+        read = timeline.read(write_lines(tmp_path / "f", [record]))
+        mine = read.ranges[(read.ranges["thread"] == 1) & (read.ranges["name"] == name)]
+        assert (mine["end_ns"] - mine["begin_ns"]).tolist() == [1000, end - begin - 1000]
+        assert "laid out" in read.notes[0]
+
+    def test_broken_lines_are_counted_and_named(self, tmp_path):
+        good = json.dumps(passes_of(1)[0]).encode()
+        lines = [
+            good,
+            b"{",
+            b'{"step":"forward"}',
+            b'"text"',
+            b"\xff\xfe{}",
+            b"",
+            good.replace(b"begin_ns", b"x", 1),
+            good.replace(b'"tokens": 512', b'"tokens": 1e400'),
+            good[:200],
+        ]
+        path = tmp_path / "f"
+        path.write_bytes(b"\n".join(lines))
+        read = timeline.read(path)
+        assert len(read.passes) == 1
+        (note,) = read.notes
+        assert "7 lines" in note
+        assert "line 2: not JSON" in note
+        assert "line 3: no 'begin_ns'" in note
+        assert "line 4: expected an object, found str" in note
+        assert "and 4 more" in note
+
+    def test_a_bad_region_leaves_nothing_of_its_pass(self, tmp_path):
+        bad, good = passes_of(1)
+        bad["regions"][-1]["threads"][-1]["end_ns"] = "late"
+        read = timeline.read(write_lines(tmp_path / "f", [bad, good]))
+        assert [str(step) for step in read.passes["step"]] == ["backward"]
+        assert set(read.ranges["category"]) == {"backward"}
+        assert "expected a number, found str" in read.notes[0]
+
+    def test_a_line_without_end_is_passed_over(self, tmp_path):
+        path = write_lines(tmp_path / "f", passes_of(1))
+        with path.open("ab") as out:
+            out.write(b'{"step":"forward","name":"' + b"x" * 300_000 + b'"}\n')
+            out.write(path.read_bytes().splitlines()[0] + b"\n")
+        read = timeline.read(path, bounds=Bounds(record_bytes=100_000))
+        assert len(read.passes) == 3
+        assert "longer than 100,000 bytes" in read.notes[0]
+
+    def test_packed_and_cut(self, tmp_path):
+        content = write_lines(tmp_path / "f", passes_of(20)).read_bytes()
+        path = tmp_path / "f.gz"
+        path.write_bytes(gzip.compress(content))
+        assert len(timeline.read(path).passes) == 40
+        path.write_bytes(gzip.compress(content)[:-2000])
+        read = timeline.read(path)
+        assert 0 < len(read.passes) < 40
+        assert "ends early" in read.notes[0]
+
+    def test_strange_names_are_kept(self, tmp_path):
+        record = passes_of(1)[0]
+        record["name"] = "läyer \u202e <b>\n"
+        read = timeline.read(write_lines(tmp_path / "f", [record]))
+        assert read.passes["layer"].iloc[0] == record["name"]
+
+    def test_long_names_are_cut_and_many_become_other(self, tmp_path):
+        lines = [
+            {"step": "forward", "begin_ns": i, "end_ns": i + 1, "name": f"{i}" + "n" * 5000, "phases_ms": {}}
+            for i in range(9)
+        ]
+        read = timeline.read(write_lines(tmp_path / "f", lines), bounds=Bounds(names=5))
+        layers = [str(layer) for layer in read.passes["layer"]]
+        assert max(map(len, layers)) == 1000
+        assert layers[5:] == ["(other names)"] * 4
+
+
+class TestChromeTrace:
+    def write(self, path: Path, events: list[dict], **rest) -> Path:
+        path.write_text(json.dumps({"schemaVersion": 1, "traceEvents": events, **rest}))
+        return path
+
+    def test_begin_and_end_events(self, tmp_path):
+        events = [
+            {"ph": "B", "name": "outer", "pid": 1, "tid": 2, "ts": 1.0, "args": {"flop": 5}},
+            {"ph": "B", "name": "inner", "pid": 1, "tid": 2, "ts": 2.0},
+            {"ph": "E", "pid": 1, "tid": 2, "ts": 3.5},
+            {"ph": "E", "pid": 1, "tid": 2, "ts": 4.25},
+            {"ph": "E", "pid": 1, "tid": 2, "ts": 5},
+            {"ph": "B", "name": "open", "pid": 1, "tid": 2, "ts": 6},
+        ]
+        read = timeline.read(self.write(tmp_path / "f", events))
+        found = {
+            str(r.name_): (r.begin_ns, r.end_ns)
+            for r in read.ranges.rename(columns={"name": "name_"}).itertuples()
+        }
+        assert found == {"inner": (2000, 3500), "outer": (1000, 4250)}
+        assert read.ranges["flop"].max() == 5
+        assert "1 events were broken" in read.notes[0]
+        assert "1 ranges were begun and not ended" in read.notes[1]
+
+    def test_asynchronous_events_are_startend(self, tmp_path):
+        common = {"name": "a", "cat": "c", "pid": 1}
+        events = [
+            {"ph": "b", "id": "0x1", "ts": 0, **common},
+            {"ph": "b", "id": "0x2", "ts": 1, **common},
+            {"ph": "e", "id": "0x1", "ts": 5, **common},
+            {"ph": "e", "id": "0x2", "ts": 3, **common},
+        ]
+        read = timeline.read(self.write(tmp_path / "f", events))
+        assert set(read.ranges["kind"]) == {"startend"}
+        assert sorted(read.ranges["end_ns"] - read.ranges["begin_ns"]) == [2000, 5000]
+
+    def test_torch_categories(self, tmp_path):
+        def event(category, name, tid, ts, dur, pid=9):
+            return {"ph": "X", "cat": category, "name": name, "pid": pid, "tid": tid, "ts": ts, "dur": dur}
+
+        events = [
+            event("user_annotation", "ProfilerStep#4", 9, 0, 100),
+            event("cpu_op", "aten::mm", 9, 10, 50),
+            event("kernel", "gemm", 7, 30, 40),
+            event("gpu_memcpy", "Memcpy HtoD", 7, 80, 5),
+            event("cuda_runtime", "cudaLaunchKernel", 9, 20, 5),
+            event("Trace", "PyTorch Profiler (0)", "PyTorch Profiler", 0, 1000, pid="Spans"),
+            {"ph": "s", "id": 1, "pid": 9, "tid": 9, "ts": 1, "cat": "fwdbwd", "name": "fwdbwd"},
+            {"ph": "i", "name": "Record Window End", "pid": "", "tid": "", "ts": 5, "s": "g"},
+            event("cpu_op", "in a named thread", "worker", 200, 5),
+        ]
+        read = timeline.read(self.write(tmp_path / "f", events, traceName="x.json"))
+        kinds = dict(zip(map(str, read.ranges["name"]), map(str, read.ranges["kind"]), strict=True))
+        assert kinds == {
+            "ProfilerStep#4": "nvtx",
+            "aten::mm": "range",
+            "gemm": "kernel",
+            "Memcpy HtoD": "copy",
+            "cudaLaunchKernel": "runtime",
+            "in a named thread": "range",
+        }
+        assert read.passes[["step", "index"]].to_numpy().tolist() == [["ProfilerStep", 4]]
+        assert walls(read) == {
+            ("ProfilerStep", 4, "aten::mm"): 50_000,
+            ("ProfilerStep", 4, "(in no range)"): 50_000,
+        }
+
+    def test_a_crash_leaves_what_was_written(self, tmp_path):
+        whole = write_trace(tmp_path / "g", passes_of(3))
+        expected = timeline.read(whole)
+        read = timeline.read(write_trace(tmp_path / "f", passes_of(3), "cut"))
+        assert len(read.ranges) == len(expected.ranges)
+        assert "ends before" in read.notes[0]
+
+    @pytest.mark.parametrize("size", [1, 7, 64, 1000])
+    def test_the_buffer_may_cut_anywhere(self, tmp_path, monkeypatch, size):
+        from amx_sft_moe.timeline.readers import json_stream
+
+        path = write_trace(tmp_path / "f", passes_of(1, threads=2), "object")
+        expected = timeline.read(path)
+        monkeypatch.setattr(json_stream, "_CHUNK", size)
+        read = timeline.read(path)
+        pd.testing.assert_frame_equal(read.ranges, expected.ranges)
+        assert read.notes == []
+        assert read.limits == {"peak_gflops": 1000.0, "bandwidth_gbs": 40.0}
+
+    def test_broken_events_are_passed_over(self, tmp_path):
+        good = '{"ph":"X","name":"a","pid":1,"tid":1,"ts":1,"dur":2}'
+        bad = [
+            '{"ph":"X","name":a}',
+            '{"ph":"X","name":"b","ts":"x","dur":1}',
+            '{"ph":"X","ts":1}',
+            "7",
+            '{"ph":"X","name":"c","pid":1,"tid":1,"ts":1,"dur":-5}',
+            '{"ph":"X","name":"d","ts":NaN,"dur":1}',
+            '{"ph":"X","name":"e\\q","ts":1,"dur":1}',
+        ]
+        path = tmp_path / "f"
+        path.write_text('{"traceEvents": [' + ", ".join(f"{good}, {one}" for one in bad) + f", {good}" + "]}")
+        read = timeline.read(path)
+        assert [str(name) for name in read.ranges["name"]] == ["a"] * 8
+        assert f"{len(bad)} events were broken" in read.notes[0]
+
+    def test_deep_and_endless_values(self, tmp_path):
+        good = '{"ph":"X","name":"a","pid":1,"tid":1,"ts":1,"dur":2}'
+        path = tmp_path / "f"
+        path.write_text(f'[{good}, {{"ph":"X","args":{"[" * 200_000}, {good}]')
+        assert len(timeline.read(path).ranges) >= 1
+        path.write_text(f'[{good}, {{"ph":"X","name":"{"n" * 500_000}", {good}, {good}]')
+        assert len(timeline.read(path, bounds=Bounds(record_bytes=100_000)).ranges) >= 1
+
+    def test_two_callers_have_their_own_passes(self, tmp_path):
+        first, second = passes_of(2, seed=1), passes_of(2, seed=2)
+        path = tmp_path / "f"
+        lines = [
+            json.dumps(event)
+            for records, caller in ((first, 0), (second, 77_000))
+            for event in timelines.events(records, caller)
+        ]
+        path.write_text("[\n" + "".join(line + ",\n" for line in lines))
+        read = timeline.read(path)
+        assert not any("overlap" in note for note in read.notes)
+        expected = [sum(timelines.wall_times(record).values()) for record in (*first, *second)]
+        assert read.phases.groupby("pass")["wall_ns"].sum().tolist() == pytest.approx(expected, rel=1e-6)
+
+
+NVTX = [
+    # start, end, eventType, text, globalTid, textId, domainId
+    (0, None, 75, "library", global_tid(40, 41), None, 1),
+    (100, 900, 59, None, global_tid(40, 41), 1, 1),
+    (200, 300, 59, "inner", global_tid(40, 41), None, 0),
+    (150, 950, 59, None, global_tid(40, 42), 1, 0),
+    (120, 130, 60, "started", global_tid(40, 41), None, 1),
+    (500, None, 59, "open", global_tid(40, 41), None, 0),
+    (500, None, 34, "mark", global_tid(40, 41), None, 0),
+    ("x", 700, 59, "bad", global_tid(40, 41), None, 0),
+]
+STRINGS = {1: "outer", 2: "read", 3: "void gemm<float>(int)", 4: "gemm", 5: "worker"}
+
+
+class TestNsys:
+    def test_nvtx(self, tmp_path):
+        read = timeline.read(write_nsys(tmp_path / "f", {"NVTX_EVENTS": NVTX}, STRINGS))
+        rows = (
+            read.ranges[["kind", "name", "category", "process", "thread", "begin_ns", "end_ns"]]
+            .to_numpy()
+            .tolist()
+        )
+        assert rows == [
+            ["nvtx", "outer", "library", 40, 41, 100, 900],
+            ["nvtx", "inner", "", 40, 41, 200, 300],
+            ["nvtx", "outer", "", 40, 42, 150, 950],
+            ["startend", "started", "library", 40, 41, 120, 130],
+        ]
+        assert any("1 rows could not be used" in note for note in read.notes)
+        assert any("1 NVTX ranges were not ended" in note for note in read.notes)
+
+    def test_os_calls_kernels_and_copies(self, tmp_path):
+        tid = global_tid(40, 41)
+        rows = {
+            "OSRT_API": [(1, 5, 27, tid, 2), (7, 7, 31, tid, 5)],
+            "CUPTI_ACTIVITY_KIND_KERNEL": [(10, 30, 0, 7, tid & ~0xFFFFFF, 3, 4)],
+            "CUPTI_ACTIVITY_KIND_MEMCPY": [(30, 40, 0, 7, None, 4096, 1), (40, 45, 0, 7, None, 64, 99)],
+            "ThreadNames": [(5, 20, tid)],
+        }
+        read = timeline.read(write_nsys(tmp_path / "f", rows, STRINGS))
+        assert [str(name) for name in read.ranges["name"]] == [
+            "read",
+            "void gemm<float>(int)",
+            "[CUDA memcpy Host-to-Device]",
+            "[CUDA memcpy kind 99]",
+        ]
+        assert read.ranges["bytes"].tolist()[2:] == [4096, 64]
+        assert read.thread_label(40, 41) == "41 worker"
+
+    @pytest.mark.parametrize("column", ["textId", "domainId", "text"])
+    def test_columns_of_other_versions(self, tmp_path, column):
+        read = timeline.read(write_nsys(tmp_path / "f", {"NVTX_EVENTS": NVTX}, STRINGS, leave_out=[column]))
+        assert len(read.ranges) == 4
+
+    def test_our_own_ranges_become_passes(self, tmp_path):
+        """Groups on the caller, phases on both threads, as the library emits them by NVTX."""
+        tids, strings, rows = (
+            [global_tid(40, 41), global_tid(40, 50)],
+            {},
+            [(0, None, 75, "amx_sft_moe", global_tid(40, 41), None, 1)],
+        )
+        records = passes_of(3, threads=2)
+        for record in records:
+            for region in record["regions"]:
+                rows.append((region["begin_ns"], region["end_ns"], 59, region["group"], tids[0], None, 1))
+                for thread in region["threads"]:
+                    for name, begin, end, _ in thread["spans"]:
+                        rows.append((begin, end, 59, name, tids[thread["thread"]], None, 1))
+        read = timeline.read(write_nsys(tmp_path / "f", {"NVTX_EVENTS": rows}, strings))
+        assert walls(read) == pytest.approx(expected_walls(records), rel=1e-6)
+
+    def test_a_path_with_odd_characters(self, tmp_path):
+        folder = tmp_path / "a b%20?#"
+        folder.mkdir()
+        assert len(timeline.read(write_nsys(folder / "f", {"NVTX_EVENTS": NVTX}, STRINGS)).ranges) == 4
+        assert [path.name for path in folder.iterdir()] == ["f"]  # nothing is written beside it
+
+    def test_other_databases(self, tmp_path):
+        path = tmp_path / "f"
+        connection = sqlite3.connect(path)
+        connection.execute("CREATE TABLE users (id INT)")
+        connection.commit()
+        connection.close()
+        with pytest.raises(TimelineError, match=r"no export of Nsight Systems.*tables: users"):
+            timeline.read(path)
+
+    def test_damaged_databases(self, tmp_path):
+        rows = {"NVTX_EVENTS": NVTX[:4] + [(i, i + 1, 59, "x" * 50, 5, None, 0) for i in range(5000)]}
+        path = write_nsys(tmp_path / "f", rows, STRINGS)
+        content = path.read_bytes()
+        for damaged in (
+            content[:5000],
+            content[: len(content) // 2],
+            content[:4096] + bytes(len(content) - 4096),
+        ):
+            path.write_bytes(damaged)
+            read = read_or_message(path)
+            if isinstance(read, str):
+                assert str(path) in read
+            else:
+                assert len(read.ranges) < 5004
+                assert read.notes
+
+
+class TestFilters:
+    @pytest.fixture
+    def path(self, tmp_path):
+        return write_lines(tmp_path / "f", passes_of(5))
+
+    def test_name(self, path):
+        read = timeline.read(path, Filters(name=parse_name("^D3|gemm$")))
+        assert set(map(str, read.ranges["name"])) == {"D3_gemm"}
+        assert set(map(str, read.phases["phase"])) == {"D3_gemm"}
+
+    def test_thread(self, path):
+        read = timeline.read(path, Filters(threads=parse_threads("1-2, 7")))
+        assert set(read.ranges["thread"]) == {1, 2}
+        assert set(read.thread_waits["thread"]) == {1, 2}
+
+    def test_time_counts_from_the_first_range(self, path):
+        everything = timeline.read(path)
+        origin = everything.ranges["begin_ns"].min()
+        begin, end = parse_window("30ms/0.1s")
+        read = timeline.read(path, Filters(begin=begin, end=end))
+        inside = (everything.ranges["end_ns"] - origin >= 30e6) & (
+            everything.ranges["begin_ns"] - origin <= 1e8
+        )
+        assert len(read.ranges) == inside.sum() > 0
+        assert 0 < len(read.passes) < 10
+
+    def test_time_of_an_export_counts_from_its_first_row(self, tmp_path):
+        rows = {"NVTX_EVENTS": [(50, 60, 59, "late", 5, None, 0), (10, 20, 59, "early", 5, None, 0)]}
+        read = timeline.read(write_nsys(tmp_path / "f", rows, {}), Filters(begin=15))
+        assert [str(name) for name in read.ranges["name"]] == ["late"]
+
+    def test_nothing_left_says_so(self, path):
+        with pytest.raises(TimelineError, match="nothing of it passes the filters"):
+            timeline.read(path, Filters(begin=10**12))
+
+    @pytest.mark.parametrize("text", ["", "1", "1/2/3", "x/2", "5/1", "1m/2m", "2s/1s"])
+    def test_windows_that_are_none(self, text):
+        with pytest.raises(TimelineError):
+            parse_window(text)
+
+    @pytest.mark.parametrize("text", ["", "a", "3-1", "1,,2", "-1", "0-99999999"])
+    def test_threads_that_are_none(self, text):
+        with pytest.raises(TimelineError):
+            parse_threads(text)
+
+
+class TestForeignFiles:
+    @pytest.mark.parametrize(
+        ("content", "message"),
+        [
+            (b"", "is empty"),
+            (b" \n\n", "is empty"),
+            (b"\x00\x01\x02" * 100, "none of the formats"),
+            (b"loss 1.5\n" * 10, "none of the formats"),
+            (b"\x89PNG\r\n\x1a\n" + bytes(50), "none of the formats"),
+            (b"{}", "without traceEvents"),
+            (b'{"a": 1, "b": [1, 2]}', "without traceEvents"),
+            (b'{"loss": 1.5}\n{"loss": 1.4}\n', "without traceEvents"),
+            (b'{"traceEvents": []}', "holds no ranges"),
+            (b"[]", "holds no ranges"),
+            (b"[1, 2, 3]", "holds no ranges"),
+            (b'{"traceEvents": 5}', "without traceEvents"),
+            (b'{"a": ', "broken before its traceEvents"),
+            (b"{broken", "broken before its traceEvents"),
+            (b"\x1f\x8b\x08\x00nonsense", "cannot be unpacked"),
+            (b"NVIDIA Tegra Profiler Report 1.0", "nsys export --type sqlite"),
+            (b"SQLite format 3\x00" + bytes(200), "SQLite"),
+            ('{"a": 1}'.encode("utf-16"), "none of the formats"),
+            (b'{"step":"forward"}\n', "could not be used"),
+        ],
+    )
+    def test_a_message_says_what_it_is(self, tmp_path, content, message):
+        path = tmp_path / "file.bin"
+        path.write_bytes(content)
+        with pytest.raises(TimelineError, match=message) as raised:
+            timeline.read(path)
+        assert str(path) in str(raised.value)
+
+    def test_missing_files_and_folders(self, tmp_path):
+        with pytest.raises(TimelineError, match="cannot read"):
+            timeline.read(tmp_path / "nowhere")
+        with pytest.raises(TimelineError, match="is a folder"):
+            timeline.read(tmp_path)
+        with pytest.raises(TimelineError, match="no file was given"):
+            timeline.read([])
+
+    def test_dicts_of_something_else(self):
+        with pytest.raises(TimelineError, match="last_backward_times"):
+            timeline.from_times([{"loss": 1.0}])
+        with pytest.raises(TimelineError, match="no pass"):
+            timeline.from_times([{}])
+
+    @pytest.mark.parametrize("form", ["lines", "trace", "nsys"])
+    def test_random_damage_never_ends_in_a_traceback(self, tmp_path, form):
+        import random
+
+        path = tmp_path / "f"
+        if form == "lines":
+            write_lines(path, passes_of(1, threads=2))
+        elif form == "trace":
+            write_trace(path, passes_of(1, threads=2), "object")
+        else:
+            write_nsys(path, {"NVTX_EVENTS": NVTX * 30}, STRINGS)
+        content = path.read_bytes()
+        rng = random.Random(3)
+        for _ in range(150):
+            damaged = bytearray(content)
+            for _ in range(rng.choice((1, 3, 30))):
+                damaged[rng.randrange(len(damaged))] = rng.choice(b'{}[],":0x\x00\xff')
+            if rng.random() < 0.3:
+                del damaged[rng.randrange(len(damaged)) :]
+            path.write_bytes(damaged)
+            read = read_or_message(path)
+            assert isinstance(read, timeline.Timeline) or str(path) in read
