@@ -87,6 +87,22 @@ class TestWaiting:
             [1, 50, 50, 110],
         ]
 
+    def test_of_chosen_threads_and_passes(self, tmp_path):
+        path = write_lines(tmp_path / "f", [self.record(), self.record() | {"begin_ns": 300, "end_ns": 500}])
+        read = timeline.read(path, timeline.Filters(threads=frozenset([1])))
+        (row,) = analysis.waiting_sum(read).table.to_dict("records")
+        assert (row["Waiting"], row["Thread Time"], row["Late start (%)"]) == (
+            100,
+            220,
+            round(100 * 20 / 220, 1),
+        )
+        read = timeline.read(path)
+        skip_first(read, 1)
+        (row,) = analysis.waiting_sum(read).table.to_dict("records")
+        assert (row["Waiting"], row["Thread Time"]) == (50, 220)
+        assert math.isnan(row["Late start (%)"])
+        assert analysis.waiting_by_thread(read).table.empty
+
 
 class TestOverlap:
     @pytest.mark.parametrize(

@@ -62,7 +62,7 @@ def grow(path, form, size):
 @pytest.mark.parametrize("form", ["lines", "trace", "nsys"])
 def test_reading_needs_memory_only_for_what_is_kept(tmp_path, form):
     peaks = []
-    for size in (2 << 20, 5 << 20):
+    for size in (3 << 20, 6 << 20):
         path = grow(tmp_path / f"{size}", form, size)
         tracemalloc.start()
         read = readers.read_file(path, bounds=Bounds(ranges=500))

@@ -159,6 +159,28 @@ class TestPictures:
         rows = [(i * 10, i * 10 + 9, 59, f"{i} " + "kernel<float, int>" * 20, 5, None, 0) for i in range(60)]
         assert_readable(figures.strip(timeline.read(write_nsys(tmp_path / "f", {"NVTX_EVENTS": rows}, {}))))
 
+    def test_names_that_matplotlib_would_interpret(self, tmp_path):
+        odd = ("$x_{", "_hidden", "a\nb", "$\\frac$")
+        lines = [
+            {
+                "step": "forward",
+                "begin_ns": i * 100,
+                "end_ns": i * 100 + 40,
+                "name": "$layer_$^",
+                "phases_ms": dict.fromkeys(odd, 1e-5),
+                "phases_flop": dict.fromkeys(odd, 10),
+                "phases_bytes": dict.fromkeys(odd, 5),
+            }
+            for i in range(3)
+        ]
+        read = timeline.read(write_lines(tmp_path / "f", lines))
+        legend = [text.get_text() for text in figures.stacked(read).axes[0].get_legend().get_texts()]
+        assert sorted(legend) == sorted([r"\$x_{", " _hidden", "a b", r"\$\frac\$"])
+        for draw in (figures.stacked, figures.roofline, figures.histogram):
+            assert_readable(draw(read))
+        rows = [(i, i + 5, 59, name, global_tid(1, i), None, 0) for i, name in enumerate(odd)]
+        assert_readable(figures.strip(timeline.read(write_nsys(tmp_path / "g", {"NVTX_EVENTS": rows}, {}))))
+
     def test_change(self, tmp_path):
         before = timeline.read(write_lines(tmp_path / "a", timelines.records(3, 2)))
         after = timeline.read(write_lines(tmp_path / "b", timelines.records(3, 2, slower=2.0)))

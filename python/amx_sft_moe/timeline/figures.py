@@ -71,7 +71,9 @@ def _bars(axes: Axes, matrix: pd.DataFrame, kind: str, colour_of: dict[str, str]
             linewidth=0,
         )
         bottom = bottom + values
-    axes.set_title(f"{kind}: {len(matrix):,} passes" + (f", each bar the mean of {size}" if size > 1 else ""))
+    axes.set_title(
+        f"{shortened(kind)}: {len(matrix):,} passes" + (f", each bar the mean of {size}" if size > 1 else "")
+    )
     axes.set_ylabel(f"wall time, {label}")
     axes.grid(axis="y")
     axes.set_xlim(-0.75 * size, len(matrix) - 1 + 0.75 * size)
@@ -116,7 +118,7 @@ def _histogram_panel(axes: Axes, times: pd.Series, kind: str) -> None:
     beyond = len(times) - len(shown_times)
     if beyond:
         axes.plot([], [], " ", label=f"{beyond:,} beyond, up to {shown(times.max())}")
-    axes.set_title(f"{kind}: {len(times):,} passes")
+    axes.set_title(f"{shortened(kind)}: {len(times):,} passes")
     axes.set_xlabel(f"time of a pass, {label}")
     axes.grid(axis="y")
     axes.yaxis.get_major_locator().set_params(integer=True)
@@ -233,11 +235,12 @@ def change(comparison: Report) -> Figure | None:
             divisor, label = unit(part["Change"].abs().max())
             values = part["Change"].to_numpy() / divisor
             axes.barh(
-                [shortened(name) for name in part["Phase"]],
+                range(len(part)),
                 values,
                 height=0.65,
                 color=[ACCENT if value > 0 else MAIN for value in values],
             )
+            axes.set_yticks(range(len(part)), [shortened(name) for name in part["Phase"]])
             reach = abs(values).max()
             for row, (value, share) in enumerate(zip(values, part["Share of change (%)"], strict=True)):
                 text = f"{value:+,.3g}" + ("" if math.isnan(share) else f" ({share:.0f} %)")
@@ -253,7 +256,7 @@ def change(comparison: Report) -> Figure | None:
             low, high = min(values.min(), 0), max(values.max(), 0)
             axes.set_xlim(low - (0.28 * reach if low < 0 else 0), high + (0.28 * reach if high > 0 else 0))
             axes.axvline(0, color=QUIET, linewidth=0.8)
-            axes.set_title(f"{kind}: change by phase, share of the whole change")
+            axes.set_title(f"{shortened(kind)}: change by phase, share of the whole change")
             axes.set_xlabel(f"mean change per pass, {label}" if kind != "(all ranges)" else f"change, {label}")
             axes.tick_params(axis="y", length=0)
     return figure

@@ -293,7 +293,9 @@ def skip_first(timeline: Timeline, count: int) -> None:
 
 
 def _keep_passes(timeline: Timeline, passes: pd.DataFrame) -> None:
-    """Keeps some passes; their numbers (the index) stay."""
+    """Keeps some passes; their numbers (the index) stay. Waiting by thread is known for whole files only."""
+    if len(passes) < len(timeline.passes):
+        timeline.thread_waits = timeline.thread_waits.iloc[:0]
     timeline.passes = passes
     timeline.phases = timeline.phases[timeline.phases["pass"].isin(passes.index)]
     timeline.waits = timeline.waits[timeline.waits["pass"].isin(passes.index)]

@@ -95,10 +95,9 @@ def _typical(timeline: Timeline) -> list[_Panel]:
     panels = []
     for step, mine in passes.groupby("step", observed=True, sort=False):
         one = mine.loc[(mine["total_ns"] - mine["total_ns"].median()).abs().idxmin()]
-        layer = f" of {one['layer']}" if one["layer"] else ""
-        title = (
-            f"{step} {one['index']}{layer}: {shown(one['total_ns'])}, nearest to the median of {len(mine):,}"
-        )
+        layer = f" of {shortened(one['layer'])}" if one["layer"] else ""
+        name = f"{shortened(str(step))} {one['index']}{layer}"
+        title = f"{name}: {shown(one['total_ns'])}, nearest to the median of {len(mine):,}"
         panel = _panel(timeline, title, int(one["begin_ns"]), int(one["end_ns"]), int(one["process"]))
         if panel is not None:
             panels.append(panel)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable
 from contextlib import AbstractContextManager
 from io import BytesIO
@@ -61,6 +62,7 @@ _OTHERS = (
     "#1f77b4", "#ff7f0e", "#2ca02c", "#d62728", "#9467bd", "#8c564b", "#e377c2", "#bcbd22", "#17becf",
     "#98df8a", "#ff9896", "#c5b0d5", "#c49c94", "#9edae5",
 )  # fmt: skip
+_CONTROL = re.compile(r"[\x00-\x1f\x7f]")
 _QUIET_NAMES = ("other", "(in no range)", "(outside phases)")
 _UNITS = ((1e9, "s"), (1e6, "ms"), (1e3, "µs"), (1.0, "ns"))
 
@@ -84,8 +86,10 @@ def shown(ns: float) -> str:
 
 
 def shortened(name: str, most: int = 40) -> str:
-    """A name that a legend has room for."""
-    return name if len(name) <= most else name[: most - 1] + "…"
+    """A name that a legend has room for, and in which matplotlib finds nothing to interpret."""
+    name = _CONTROL.sub(" ", name if len(name) <= most else name[: most - 1] + "…")
+    # "$" begins mathematics, and labels that begin with "_" are left out of legends.
+    return (" " if name.startswith("_") else "") + name.replace("$", r"\$")
 
 
 def styled() -> AbstractContextManager[None]:

@@ -57,7 +57,7 @@ class _Sums:
 
     busy: dict[str, float] = field(default_factory=dict)
     wall: dict[str, float] = field(default_factory=dict)
-    waits: dict[str, list[float]] = field(default_factory=dict)  # group: wait, thread time, serial time
+    serial: dict[str, float] = field(default_factory=dict)  # by group
     thread_waits: list[tuple[int, str, float, float, float]] = field(default_factory=list)
     ranges: list[tuple[str, str, int, int, int]] = field(default_factory=list)  # kind, name, thread, begin, end
     laid_out: bool = False
@@ -111,9 +111,7 @@ def _region(region: dict[str, Any], sums: _Sums) -> None:
     parallel = bool(region.get("parallel", len(threads) > 1))
     sums.ranges.append(("group", group, 0, begin, end))
     sums.most_threads = max(sums.most_threads, len(threads))
-    waits = sums.waits.setdefault(group, [0.0, 0.0, 0.0])
-    if not parallel:
-        waits[2] += end - begin
+    sums.serial[group] = sums.serial.get(group, 0.0) + (0.0 if parallel else end - begin)
     region_busy: dict[str, int] = {}
     for thread in threads:
         own_begin, own_end = whole(thread["begin_ns"]), whole(thread["end_ns"])
@@ -122,8 +120,6 @@ def _region(region: dict[str, Any], sums: _Sums) -> None:
             region_busy[name] = region_busy.get(name, 0) + ns
         if parallel:
             wait = max(end - own_end, 0)
-            waits[0] += wait
-            waits[1] += end - begin
             sums.thread_waits.append((whole(thread["thread"]), group, sum(busy.values()), wait, end - begin))
         _thread_ranges(thread, own_begin, own_end, busy, sums)
     all_busy = sum(region_busy.values())
@@ -188,11 +184,14 @@ def _add(record: dict[str, Any], into: Collector, filters: Filters) -> None:
     for phase, *values in phases:
         if filters.keeps_name(phase):
             into.phases.add(number, phase, *values)
-    for group, values in sums.waits.items():
-        into.waits.add(number, group, *values)
+    waits = {group: [0.0, 0.0, serial] for group, serial in sums.serial.items()}
     for thread, group, busy, wait, region in sums.thread_waits:
         if filters.keeps_thread(thread):
             into.add_thread_wait(process, thread, group, busy, wait, region)
+            waits[group][0] += wait
+            waits[group][1] += region
+    for group, values in waits.items():
+        into.waits.add(number, group, *values)
     into.laid_out |= sums.laid_out
     whole_pass = [("step", step, 0, begin, end)]
     for kind, name, thread, range_begin, range_end in whole_pass + sums.ranges:
