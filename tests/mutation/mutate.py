@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import resource
 import shutil
 import subprocess
 import sys
@@ -30,7 +31,8 @@ SOURCE_OF_LABEL = {
     "avx512_bf16_bf16": "avx512_bf16",
     "amx_bf16_bf16": "amx_bf16",
 }
-TIMEOUT = 180  # seconds; a mutant that takes longer hangs
+CPU_LIMIT = 600  # seconds of CPU time; a mutant that takes more hangs, however busy the machine is
+WALL_LIMIT = 3600  # seconds; a mutant that takes longer sleeps for ever
 # Programs with an operator new of their own, or with a main of their own.
 NOT_IN_ONE_PROGRAM = (
     "test_operator_steady_state",
@@ -127,8 +129,9 @@ class Bench:
                     [program, f"--gtest_filter={positive}-{negative}", "--gtest_fail_fast", "--gtest_brief=1"],
                     capture_output=True,
                     text=True,
-                    timeout=TIMEOUT,
+                    timeout=WALL_LIMIT,
                     errors="replace",
+                    preexec_fn=limit_cpu_time,
                     env={**os.environ, "OMP_WAIT_POLICY": "passive", "MALLOC_PERTURB_": "165"},
                 )
             except subprocess.TimeoutExpired:
@@ -141,6 +144,10 @@ class Bench:
                     else f"exit status {done.returncode}"
                 )
         return None
+
+
+def limit_cpu_time() -> None:
+    resource.setrlimit(resource.RLIMIT_CPU, (CPU_LIMIT, CPU_LIMIT + 5))
 
 
 def run(command: list[object]) -> None:
