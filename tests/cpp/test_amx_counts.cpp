@@ -64,6 +64,10 @@ class Counted {
       for (index_t j = 0; j < block.cols; ++j) at(block.row + i, block.col + j) = block.c[i * block.stride + j];
     }
   }
+  void take(const gemm::TokenBlock& block) {
+    ASSERT_FALSE(block.token_lines);
+    take(gemm::Block{block.out, block.outs, block.token, block.tokens, block.c, block.stride});
+  }
   float& at(index_t i, index_t j) { return c_[static_cast<std::size_t>(i * cols_ + j)]; }
 
   amx_emulator::Counts counts;
