@@ -206,6 +206,8 @@ def test_an_interrupt_leaves_no_half_adapter(made, tmp_path):
         text=True,
         cwd=tmp_path,
         env=ENVIRONMENT,
+        # Shells start background jobs with interrupts ignored, and what is ignored is inherited.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     )
     for line in process.stdout:
         if line.strip().startswith("frozen"):  # the last line before LoRA training
