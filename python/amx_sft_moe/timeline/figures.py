@@ -171,6 +171,8 @@ def roofline(timeline: Timeline) -> Figure | None:
     points = table[(table["intensity"] > 0) & (table["gflops"] > 0)]
     if not len(points):
         return None
+    from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
+
     peak, bandwidth = timeline.limits.get("peak_gflops"), timeline.limits.get("bandwidth_gbs")
     with styled():
         figure = new_figure(9.6, 4.9)
@@ -204,7 +206,14 @@ def roofline(timeline: Timeline) -> Figure | None:
                 label=f"{shortened(str(name))}: {point['gflops']:,.3g} GFLOP/s{share}",
             )
         axes.set(xscale="log", yscale="log", xlim=(low, high))
-        limits = "" if peak and bandwidth else " (limits not known: --peak-gflops, --bandwidth)"
+        for axis in (axes.xaxis, axes.yaxis):  # matplotlib's own minor labels touch one another
+            axis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+            axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+            axis.set_minor_formatter(NullFormatter())
+        missing = [
+            option for option, limit in (("--peak-gflops", peak), ("--bandwidth", bandwidth)) if not limit
+        ]
+        limits = ["", f" (no {''.join(missing)})", " (limits not known)"][len(missing)]
         axes.set_title("Roofline of the phases" + limits)
         axes.set_xlabel("intensity, FLOP per byte")
         axes.set_ylabel("rate, GFLOP/s")
