@@ -87,8 +87,8 @@ class _Running:
 
 
 def _fair_share(running: Sequence[_Running], bandwidth: float) -> float:
-    """Bytes per ns that each may have at most so that all together have `bandwidth`: those who want less leave the
-    rest to the others."""
+    """Bytes per ns that each may have at most so that all together have `bandwidth`: those who want less leave
+    the rest to the others."""
     left, threads = bandwidth, len(running)
     for demand in sorted(r.demand for r in running):
         if demand * threads > left:
@@ -101,8 +101,8 @@ def _fair_share(running: Sequence[_Running], bandwidth: float) -> float:
 def run_with_memory(
     jobs: Sequence[Job], threads: int, bandwidth: float, after: Callable[[int], Job] | None = None
 ) -> Outcome:
-    """The same with memory that all threads share, `bandwidth` in bytes per ns (GB/s): what wants more than its fair
-    share slows down to it."""
+    """The same with memory that all threads share, `bandwidth` in bytes per ns (GB/s): what wants more than its
+    fair share slows down to it."""
     left = group_sizes(jobs)
     queue = iter(jobs)
     running: list[_Running] = []

@@ -117,7 +117,8 @@ def list_tasks(program: Path, shape: str, tokens: int, spread: str, kernel: str,
 
 
 class Costs:
-    """Measured time of a task by region, kind and rows; linear in rows between what was measured, and in columns.
+    """Measured time of a task by region, kind and rows; linear in rows between what was measured, and in
+    columns.
 
     ``lines`` are those of ``bench_tasks costs``.
     """

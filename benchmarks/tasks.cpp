@@ -28,8 +28,12 @@ void print_counts(const TileCounts& c) {
   print_integer("tilestored", c.tilestored);
   print_integer("tilezero", c.tilezero);
   print_integer("ldtilecfg", c.ldtilecfg);
-  print_integer("product_rows", c.product_rows);
-  print_integer("loaded_rows", c.loaded_rows);
+  print_integer("blocks", c.blocks);
+  std::printf("\"steps\": [");
+  for (std::size_t n = 0; n < c.steps.size(); ++n) {
+    std::printf("%s%lld", n == 0 ? "" : ", ", static_cast<long long>(c.steps[n]));
+  }
+  std::printf("], ");
 }
 
 // Phases in which the region did something, with their work and their time on the calling thread.

@@ -65,8 +65,14 @@ inline void check_work(Checks& checks, const LayerShape& s, index_t rank, const 
 inline TileCounts emulated_counts() {
   const amx_emulator::Counts c = amx_emulator::counts();
   auto count = [](std::uint64_t n) { return static_cast<std::int64_t>(n); };
-  return {count(c.tdpbf16ps),  count(c.tileloadd + c.tileloaddt1), count(c.tilestored), count(c.tilezero),
-          count(c.ldtilecfg), count(c.tilerelease)};
+  TileCounts counts;
+  counts.tdpbf16ps = count(c.tdpbf16ps);
+  counts.tileloadd = count(c.tileloadd + c.tileloaddt1);
+  counts.tilestored = count(c.tilestored);
+  counts.tilezero = count(c.tilezero);
+  counts.ldtilecfg = count(c.ldtilecfg);
+  counts.tilerelease = count(c.tilerelease);
+  return counts;
 }
 
 // Each phase of a whole step, counted and executed.
@@ -80,14 +86,13 @@ inline void check_counts(Checks& checks, const Layer& layer) {
     const auto& got = counted.regions[r].phases;
     checks.equal("phases", static_cast<std::int64_t>(expected.size()), static_cast<std::int64_t>(got.size()));
     for (std::size_t p = 0; p < expected.size() && p < got.size(); ++p) {
-      TileCounts plain = got[p].second.counts;
-      plain.product_rows = plain.loaded_rows = 0;  // the emulator does not say
+      const TileCounts& plain = got[p].second.counts;
       const TileCounts& executed_here = expected[p].second.counts;
       const char* name = amx_sft_moe::info_of(expected[p].first).name.data();
       checks.equal(name, executed_here.tdpbf16ps, plain.tdpbf16ps);
       checks.equal(name, executed_here.tileloadd, plain.tileloadd);
       checks.equal(name, executed_here.ldtilecfg, plain.ldtilecfg);
-      checks.equal(name, 1, executed_here == plain ? 1 : 0);
+      checks.equal(name, 1, executed_here.same_instructions(plain) ? 1 : 0);
       all += plain;
     }
   }

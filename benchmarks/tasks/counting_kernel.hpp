@@ -8,29 +8,40 @@
 #include <cstdint>
 #include <string>
 #include <string_view>
+#include <tuple>
 #include <utility>
 
 #include "amx_sft_moe/amx_sft_moe.hpp"
 
 namespace bench {
 
-// Instructions executed. `cycles_of_products` is what TDPBF16PS takes when a tile of A with fewer rows takes fewer.
+// Instructions executed, and what bounds their time: steps[n - 1] of the steps along K have n accumulators, which are n
+// independent chains of products; a block begins and ends with nothing to overlap.
 struct TileCounts {
   std::int64_t tdpbf16ps = 0, tileloadd = 0, tilestored = 0, tilezero = 0, ldtilecfg = 0, tilerelease = 0;
-  std::int64_t product_rows = 0;  // rows of A, over all TDPBF16PS: 16 each where tiles are full
-  std::int64_t loaded_rows = 0;   // rows of tiles, over all TILELOADD
+  std::int64_t blocks = 0;
+  std::array<std::int64_t, 6> steps{};
 
-  TileCounts& operator+=(const TileCounts& o) { return *this = *this + o; }
-  friend TileCounts operator+(const TileCounts& a, const TileCounts& b) { return combine(a, b, 1); }
+  TileCounts& operator+=(const TileCounts& o) { return *this = combine(*this, o, 1); }
   friend TileCounts operator-(const TileCounts& a, const TileCounts& b) { return combine(a, b, -1); }
-  friend bool operator==(const TileCounts&, const TileCounts&) = default;
+
+  // In what an emulator can count.
+  bool same_instructions(const TileCounts& o) const {
+    return std::tie(tdpbf16ps, tileloadd, tilestored, tilezero, ldtilecfg, tilerelease) ==
+           std::tie(o.tdpbf16ps, o.tileloadd, o.tilestored, o.tilezero, o.ldtilecfg, o.tilerelease);
+  }
 
  private:
-  static TileCounts combine(const TileCounts& a, const TileCounts& b, std::int64_t sign) {
-    return {a.tdpbf16ps + sign * b.tdpbf16ps,       a.tileloadd + sign * b.tileloadd,
-            a.tilestored + sign * b.tilestored,     a.tilezero + sign * b.tilezero,
-            a.ldtilecfg + sign * b.ldtilecfg,       a.tilerelease + sign * b.tilerelease,
-            a.product_rows + sign * b.product_rows, a.loaded_rows + sign * b.loaded_rows};
+  static TileCounts combine(TileCounts a, const TileCounts& b, std::int64_t sign) {
+    a.tdpbf16ps += sign * b.tdpbf16ps;
+    a.tileloadd += sign * b.tileloadd;
+    a.tilestored += sign * b.tilestored;
+    a.tilezero += sign * b.tilezero;
+    a.ldtilecfg += sign * b.ldtilecfg;
+    a.tilerelease += sign * b.tilerelease;
+    a.blocks += sign * b.blocks;
+    for (std::size_t n = 0; n < a.steps.size(); ++n) a.steps[n] += sign * b.steps[n];
+    return a;
   }
 };
 
@@ -80,8 +91,8 @@ class CountingMicrokernel : public amx_sft_moe::arch::AmxMicrokernel {
     all.tilestored += row_tiles * col_tiles;
     all.tdpbf16ps += row_tiles * col_tiles * k_steps;
     all.tileloadd += (row_tiles + col_tiles) * k_steps;
-    all.product_rows += rows * col_tiles * k_steps;
-    all.loaded_rows += (rows + col_tiles * segments.k_tile / 2) * k_steps;
+    all.blocks += 1;
+    all.steps[static_cast<std::size_t>(row_tiles * col_tiles - 1)] += k_steps;
     for (index_t i = 0; i < rows; ++i) std::fill_n(c + i * c_stride, cols, 0.5F);
   }
 
