@@ -134,10 +134,7 @@ class RegionEstimate:
         return self.tile_ms + self.vector_ms + self.memory_ms
 
 
-def estimate_region(
-    tasks: TaskList, region: Region, vector: Costs, costs: AmxCosts, xeon: Xeon
-) -> RegionEstimate:
-    # All tasks' own time, LoRA's A of down with it, one per group.
+def estimate_region(tasks: TaskList, region: Region, costs: AmxCosts, xeon: Xeon) -> RegionEstimate:
     simulated = replay.replay_region(tasks, region, costs, THREADS, xeon.bytes_per_ns)
     unbound = replay.replay_region(tasks, region, costs, THREADS, None)
     tile = sum(tile_cycles(phase) for phase in region.phases) / xeon.ghz
@@ -153,7 +150,7 @@ def estimate_region(
 
 def estimate(tasks: TaskList, vector: Costs, xeon: Xeon) -> list[RegionEstimate]:
     costs = AmxCosts(vector, tasks, xeon.ghz)
-    return [estimate_region(tasks, region, vector, costs, xeon) for region in tasks.regions]
+    return [estimate_region(tasks, region, costs, xeon) for region in tasks.regions]
 
 
 def pass_ms(estimates: Iterable[RegionEstimate], forward: bool, figure: str) -> float:
@@ -192,7 +189,7 @@ def print_estimates(tasks: TaskList, vector: Costs) -> None:
         if xeon is XEONS[0]:
             variants += [replace(xeon, ghz=ghz) for ghz in (1.5, 2.6, 3.2)]
             variants += [replace(xeon, reached=reached) for reached in (0.6, 0.9)]
-            variants.append(replace(xeon, name="the same, two sockets of 30 cores' threads", bandwidth=614.4))
+            variants.append(replace(xeon, name="two sockets, 30 threads each", bandwidth=614.4))
     for xeon in variants:
         estimates = estimate(tasks, vector, xeon)
         cells = []
@@ -213,7 +210,7 @@ def main() -> None:
     parser.add_argument("--regions", action="store_true", help="counts, and each region on the first machine")
     args = parser.parse_args()
     vector = tasklist.load_costs(args.costs, SHAPE, replay.COUNTED_KERNEL)
-    tasks = tasklist.list_tasks(args.program, SHAPE, args.tokens, args.spread, replay.COUNTED_KERNEL, 1)
+    tasks = tasklist.list_tasks(args.program, SHAPE, args.tokens, args.spread, replay.COUNTED_KERNEL, THREADS)
     if args.regions:
         print_counts(tasks)
         print_regions(estimate(tasks, vector, XEONS[0]))

@@ -5,8 +5,9 @@
 //   bench_tasks check                                          lists against profile/work.hpp, counts against the
 //                                                              emulator; fails where they differ
 //
-// SHAPE is one of bench_step's. KERNEL amx_bf16_counted has the lists and the vector work of amx_bf16 and counts its
-// tile instructions (with one thread). The lists need no weights: all experts share one's memory.
+// The list is that of an operator with THREADS threads; counts and times are those of one thread. SHAPE is one of
+// bench_step's. KERNEL amx_bf16_counted has the lists and the vector work of amx_bf16 and counts its tile
+// instructions. The lists need no weights: all experts share one's memory.
 #include <cstdlib>
 #include <cstring>
 #include <string_view>
@@ -73,13 +74,13 @@ struct SerialTimes {
 };
 
 // The least of some steps, wall time.
-SerialTimes serial_times(ObservedLayer& observed) {
-  constexpr int kSteps = 3;
+SerialTimes serial_times(ObservedLayer& observed, const amx_sft_moe::Gradients& grads) {
+  constexpr int kSteps = 2;
   SerialTimes least;
   least.route.fill(std::int64_t{1} << 62);
   least.region.fill(std::int64_t{1} << 62);
   for (int i = 0; i < kSteps; ++i) {
-    const StepRun step = observed.run();
+    const StepRun step = observed.run_alone(grads);
     std::size_t pass = 0, region = 0;
     for (const amx_sft_moe::StepRecord* record : {&step.forward, &step.backward}) {
       for (const amx_sft_moe::RegionRecord& found : record->regions()) {
@@ -96,10 +97,11 @@ void print_list(const LayerShape& shape, index_t tokens, std::string_view spread
                 int threads) {
   const Spread kind = spread == "zipf" ? Spread::kZipf : spread == "even" ? Spread::kEven : Spread::kUniform;
   const Layer layer(shape, tokens, {.spread = kind, .one_weight = true});
-  ObservedLayer observed(layer, kernel, threads);
+  ObservedLayer observed(layer, kernel, 1);
   observed.run();  // warms up
   const StepRun step = observed.run();
-  const SerialTimes serial = serial_times(observed);
+  const SerialTimes serial = serial_times(observed, layer.gradients());
+  const StepRun listed = ObservedLayer(layer, kernel, threads).run();
   std::printf("{\"kernel\": \"%s\", \"shape\": \"%s\", \"spread\": \"%.*s\", ", observed.kernel_name().data(),
               shape.name, static_cast<int>(spread.size()), spread.data());
   print_integer("experts", shape.experts);
@@ -117,7 +119,7 @@ void print_list(const LayerShape& shape, index_t tokens, std::string_view spread
     std::printf("%s\n{\"name\": \"%.*s\", ", r == 0 ? "" : ",", static_cast<int>(name.size()), name.data());
     print_integer("serial_ns", serial.region[r]);
     print_phases(step, r);
-    print_tasks(step.regions[r]);
+    print_tasks(listed.regions[r]);
     std::printf("}");
   }
   std::printf("]}\n");

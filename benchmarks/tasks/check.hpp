@@ -78,8 +78,7 @@ inline TileCounts emulated_counts() {
 // Each phase of a whole step, counted and executed.
 inline void check_counts(Checks& checks, const Layer& layer) {
   const StepRun counted = ObservedLayer(layer, CountingAmx::kName, 1).run();
-  const StepRun executed =
-      ObservedLayer(layer, amx_sft_moe::kernels::AmxBf16::kName, 1, emulated_counts).run();
+  const StepRun executed = ObservedLayer(layer, amx_sft_moe::kernels::AmxBf16::kName, 1, emulated_counts).run();
   TileCounts all;
   for (std::size_t r = 0; r < kRegionNames.size(); ++r) {
     const auto& expected = executed.regions[r].phases;
@@ -102,6 +101,28 @@ inline void check_counts(Checks& checks, const Layer& layer) {
 }
 #endif
 
+// y, grad_x and LoRA's gradients with one thread and with many: lists that depend on the number of threads change no bit.
+inline void check_threads(Checks& checks, const LayerShape& shape) {
+  const Layer layer(shape, 40, {.spread = Spread::kZipf});
+  for (const char* kernel : {"avx512", "avx512_bf16"}) {
+    auto results = [&](int threads) {
+      ObservedLayer(layer, kernel, threads).run();
+      std::vector<bf16> all;
+      auto append = [&all](const AlignedBuffer<bf16>& from, index_t count) {
+        all.insert(all.end(), from.data(), from.data() + count);
+      };
+      append(layer.y, 40 * shape.hidden);
+      append(layer.grad_x, 40 * shape.hidden);
+      for (const auto& grad : layer.grads)
+        append(grad, shape.experts * kRank * std::min(shape.hidden, shape.intermediate));
+      return all;
+    };
+    const std::vector<bf16> one = results(1), many = results(60);
+    checks.equal("bytes that depend on the threads", 0,
+                 std::memcmp(one.data(), many.data(), one.size() * sizeof(bf16)) == 0 ? 0 : 1);
+  }
+}
+
 // Returns the number of failures.
 inline int check_all() {
   if (!CountingAmx::available()) {
@@ -117,6 +138,7 @@ inline int check_all() {
         check_work(checks, shape, kRank, ObservedLayer(layer, kernel, 1).run());
       }
     }
+    if (amx_sft_moe::arch::cpu_features().avx512_bf16) check_threads(checks, shape);
 #ifdef BENCH_HAS_AMX_EMULATOR
     if (amx_emulator::install()) {
       check_counts(checks, Layer(shape, 18, {.spread = Spread::kZipf}));

@@ -51,9 +51,9 @@ class CountingMicrokernel : public amx_sft_moe::arch::AmxMicrokernel {
   using index_t = amx_sft_moe::index_t;
 
  public:
-  // Of all sessions so far; for operators with one thread.
+  // Of the calling thread so far: all of a step where the operator has one thread.
   static TileCounts& counts() {
-    static TileCounts all;
+    thread_local TileCounts all;
     return all;
   }
 
@@ -112,7 +112,8 @@ class CountingMicrokernel : public amx_sft_moe::arch::AmxMicrokernel {
       return shapes;
     }
     for (index_t i = 0; i < 2; ++i) {
-      for (index_t j = 0; j < 2; ++j) set(static_cast<std::size_t>(2 * i + j), part(rows, i), part(cols, j) * 4);
+      for (index_t j = 0; j < 2; ++j)
+        set(static_cast<std::size_t>(2 * i + j), part(rows, i), part(cols, j) * 4);
       set(static_cast<std::size_t>(4 + i), part(rows, i), k_tile * 2);
       set(static_cast<std::size_t>(6 + i), k_tile / 2, part(cols, i) * 4);
     }

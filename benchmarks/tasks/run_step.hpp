@@ -25,8 +25,9 @@ struct StepRun {
 // An operator over a layer whose steps are observed.
 class ObservedLayer {
  public:
-  ObservedLayer(const Layer& layer, std::string_view kernel, int threads,
-                StepTasks::ReadCounts read = [] { return CountingMicrokernel::counts(); })
+  ObservedLayer(
+      const Layer& layer, std::string_view kernel, int threads,
+      StepTasks::ReadCounts read = [] { return CountingMicrokernel::counts(); })
       : layer_(layer),
         workspace_(std::make_shared<amx_sft_moe::Workspace>()),
         moe_(amx_sft_moe::make_sft_moe<CountedKernels>(kernel, layer.config(threads), layer.base(),
@@ -38,12 +39,18 @@ class ObservedLayer {
   StepRun run(const amx_sft_moe::Gradients& grads) {
     StepTasks tasks(*workspace_, read_);
     moe_->set_observer(&tasks);
-    moe_->forward_sft(layer_.routing(), layer_.const_rows(layer_.x), layer_.rows(layer_.y), true);
-    moe_->backward(layer_.const_rows(layer_.grad_y), grads);
+    StepRun step = run_alone(grads);
     moe_->set_observer(nullptr);
-    return {tasks.regions(), moe_->last_forward(), moe_->last_backward()};
+    step.regions = tasks.regions();
+    return step;
   }
   StepRun run() { return run(layer_.gradients()); }
+  // Without an observer, whose copying takes time of its own.
+  StepRun run_alone(const amx_sft_moe::Gradients& grads) {
+    moe_->forward_sft(layer_.routing(), layer_.const_rows(layer_.x), layer_.rows(layer_.y), true);
+    moe_->backward(layer_.const_rows(layer_.grad_y), grads);
+    return {{}, moe_->last_forward(), moe_->last_backward()};
+  }
 
  private:
   const Layer& layer_;

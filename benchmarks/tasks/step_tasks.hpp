@@ -2,9 +2,8 @@
 // begins, and what the region counted when it ends.
 #pragma once
 
-#include <ctime>
-
 #include <array>
+#include <ctime>
 #include <functional>
 #include <memory>
 #include <string_view>
@@ -44,8 +43,8 @@ inline std::int64_t thread_cpu_ns() {
 
 // Regions of a forward and of a backward in order (moe/forward.hpp, moe/backward.hpp).
 inline constexpr std::array<std::string_view, 9> kRegionNames{
-    "gather", "gate_up", "down", "sum_tokens", "scatter", "grad_down", "grad_activation", "grad_gate_up",
-    "grad_sum_tokens"};
+    "gather",    "gate_up",         "down",         "sum_tokens",     "scatter",
+    "grad_down", "grad_activation", "grad_gate_up", "grad_sum_tokens"};
 
 class StepTasks final : public amx_sft_moe::StepObserver {
  public:

@@ -112,7 +112,9 @@ def test_committed_costs_cover_what_is_replayed() -> None:
                 ("grad_gate_up", (0, 1, 2, 3)),
             ):
                 for kind in kinds:
-                    assert 0 < costs.per_column(region, kind, 1) < costs.per_column(region, kind, 128)
+                    few, many = (costs.per_column(region, kind, rows) for rows in (1, 128))
+                    assert few > 0
+                    assert many > few or kernel == replay.COUNTED_KERNEL  # that packs weights whatever the rows
 
 
 def test_tile_cycles() -> None:
