@@ -2,8 +2,8 @@
 
     python hf_trainer.py [--family mixtral] [--steps 120] [--output trained]
 
-What is special to this package are the three marked lines. The experts then run in the operator, W + BA is never
-built, each log line of the Trainer (and TensorBoard) has the operator's phase times, and the adapter is written
+What is special to this package are the three marked lines. The experts then run in the operator, W + BA is
+never built, the Trainer's logs (and TensorBoard) have the operator's phase times, and the adapter is written
 one pair of matrices per expert, the layout that servers load.
 """
 
@@ -11,11 +11,11 @@ from __future__ import annotations
 
 import tempfile
 
+import tiny
 from peft import LoraConfig, get_peft_model
 from transformers import Trainer, TrainingArguments, default_data_collator
 
 import amx_sft_moe
-import tiny
 from amx_sft_moe.integrations import log_phase_times
 
 

@@ -4,7 +4,8 @@ Python. Nothing is downloaded.
 In your own script its place is taken by two lines and your data:
 
     tokenizer = AutoTokenizer.from_pretrained(path)
-    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.bfloat16, experts_implementation="amx_sft_moe")
+    model = AutoModelForCausalLM.from_pretrained(
+        path, dtype=torch.bfloat16, experts_implementation="amx_sft_moe")
 """
 
 from __future__ import annotations
@@ -74,7 +75,9 @@ def arguments(description: str | None, steps: int, output: str | None = None) ->
         description=description, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--family", choices=sorted(_FAMILIES), default="qwen3_moe", help="default: %(default)s")
-    parser.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16", help="of the base weights")
+    parser.add_argument(
+        "--dtype", choices=("bfloat16", "float32"), default="bfloat16", help="of the base weights"
+    )
     parser.add_argument("--steps", type=int, default=steps, help="default: %(default)s")
     if output is not None:
         parser.add_argument("--output", type=Path, default=Path(output), help="folder; default: %(default)s")

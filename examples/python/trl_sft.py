@@ -3,20 +3,20 @@
     pip install trl datasets
     python trl_sft.py [--family deepseek_v3] [--steps 60] [--output trained]
 
-Only the two marked lines are special to this package: SFTTrainer adds PEFT's LoRA itself, and the experts run in the
-operator from then on. Packing is left off: it wants padding-free batches, and those an attention that CPUs lack.
+Only the two marked lines are special to this package: SFTTrainer adds PEFT's LoRA itself, and the experts run
+in the operator.
 """
 
 from __future__ import annotations
 
 import tempfile
 
+import tiny
 from datasets import Dataset
 from peft import LoraConfig
 from trl import SFTConfig, SFTTrainer
 
 import amx_sft_moe
-import tiny
 
 
 def main() -> None:
@@ -42,8 +42,9 @@ def main() -> None:
                 save_strategy="no",
                 report_to="none",
                 use_cpu=True,
-                bf16=False,  # SFTConfig's default is autocast; the base is bf16 already and the adapter stays fp32
-                gradient_checkpointing=False,  # SFTConfig's default is True: less memory, a second forward
+                # SFTConfig's own defaults are True. Both work; at this size they only cost time.
+                bf16=False,  # autocast; without it the base is bf16 by --dtype, and the adapter fp32 as ever
+                gradient_checkpointing=False,  # less memory, a second forward
                 seed=tiny.SEED,
                 disable_tqdm=True,
             ),
