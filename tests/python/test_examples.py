@@ -7,12 +7,14 @@ import os
 import re
 import subprocess
 import sys
+import types
 from pathlib import Path
 
 import pytest
 from safetensors.torch import load_file
 
-EXAMPLES = Path(__file__).parents[2] / "examples" / "python"
+ROOT = Path(__file__).parents[2]
+EXAMPLES = ROOT / "examples" / "python"
 NUMBER = r"(-?[\d.]+(?:e-?\d+)?)"
 
 
@@ -143,3 +145,46 @@ def test_resumed_training_has_the_bits_of_uninterrupted_training(tmp_path):
     assert len(told(resumed)) == 2 * (8 + 1)
     # It went on, it did not begin again: the Trainer prints only the steps that it takes.
     assert len(re.findall(r"^\{'loss'", resumed, re.MULTILINE)) == 8 - 3
+
+
+def test_the_script_for_llama_factory(tmp_path, monkeypatch):
+    """With a plain Trainer where LLaMA-Factory would be."""
+    page = (ROOT / "docs" / "llama-factory.md").read_text(encoding="utf-8")
+    [script] = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
+    [settings] = re.findall(
+        r"((?:^    [#\w].*\n)+)", page[page.index("## 1.") : page.index("## 2.")], re.MULTILINE
+    )
+    (tmp_path / "settings.yaml").write_text(settings)
+    trainers = []
+
+    def run_exp(options, callbacks):
+        from peft import LoraConfig, get_peft_model
+        from transformers import Trainer, TrainingArguments
+
+        from models import base_model, batch
+
+        targets = options["lora_target"].split(",")
+        model = get_peft_model(
+            base_model("grouped_mm"),
+            LoraConfig(task_type="CAUSAL_LM", r=options["lora_rank"], target_modules=targets),
+        )
+        arguments = TrainingArguments(
+            str(tmp_path), max_steps=2, logging_steps=1, use_cpu=True, report_to="none", save_strategy="no"
+        )
+        rows = [{"input_ids": row, "labels": row} for row in batch(rows=4)["input_ids"]]
+        trainers.append(Trainer(model, arguments, train_dataset=rows, callbacks=callbacks))
+        trainers[-1].train()
+
+    stub = types.ModuleType("llamafactory.train.tuner")
+    stub.run_exp = run_exp
+    for name in ("llamafactory", "llamafactory.train"):
+        monkeypatch.setitem(sys.modules, name, types.ModuleType(name))
+    monkeypatch.setitem(sys.modules, stub.__name__, stub)
+    monkeypatch.setattr(sys, "argv", ["train.py", str(tmp_path / "settings.yaml")])
+    exec(compile(script, "train.py", "exec"), {"__name__": "__main__"})
+
+    [trainer] = trainers
+    assert any(entry.get("amx_sft_moe/backward_ms", 0) > 0 for entry in trainer.state.log_history)
+    state = load_file(tmp_path / "per-expert" / "adapter_model.safetensors")
+    for projection in ("gate_proj", "up_proj", "down_proj"):
+        assert state[f"base_model.model.model.layers.1.mlp.experts.5.{projection}.lora_B.weight"].any()
