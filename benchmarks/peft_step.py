@@ -12,8 +12,8 @@ The layer is transformers' Qwen3MoeExperts, bf16, with an adapter whose gate and
 A step is forward and backward, with gradients of x, of the routing weights and of the adapter. PEFT keeps its
 factors in fp32; those written by hand are bf16, which is quicker. Times: all in one process, taking turns; each
 turn runs twice and the second run counts; medians. Memory: each in a process of its own, the peak of resident
-memory in the first step above what was resident before it, weights and adapter being there already; what torch's
-libraries keep for later calls (kernels for each new shape) is part of it.
+memory in the first step above what was resident before it, weights and adapter being there already. What
+torch's libraries keep for later calls is part of it.
 """
 
 from __future__ import annotations

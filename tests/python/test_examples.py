@@ -151,9 +151,7 @@ def test_the_script_for_llama_factory(tmp_path, monkeypatch):
     """With a plain Trainer where LLaMA-Factory would be."""
     page = (ROOT / "docs" / "llama-factory.md").read_text(encoding="utf-8")
     [script] = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
-    [settings] = re.findall(
-        r"((?:^    [#\w].*\n)+)", page[page.index("## 1.") : page.index("## 2.")], re.MULTILINE
-    )
+    [settings] = re.findall(r"(^    ### model\n(?:^    .*\n)+)", page, re.MULTILINE)
     (tmp_path / "settings.yaml").write_text(settings)
     trainers = []
 
