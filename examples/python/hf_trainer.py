@@ -1,6 +1,6 @@
 """LoRA on experts and attention with the Trainer of transformers and stock PEFT.
 
-    python hf_trainer.py [--family mixtral] [--steps 120] [--output trained]
+    python hf_trainer.py [--family olmoe] [--steps 120] [--output trained]
 
 What is special to this package are the three marked lines. The experts then run in the operator, W + BA is
 never built, the Trainer's logs (and TensorBoard) have the operator's phase times, and the adapter is written
