@@ -64,12 +64,17 @@ def active_on(module: nn.Module) -> list[ActiveAdapters]:
     return found
 
 
-def lora_of(module: nn.Module, adapters: list[ActiveAdapters], num_experts: int) -> LoraFactors:
+def lora_of(
+    module: nn.Module, adapters: list[ActiveAdapters], num_experts: int, *, transposed: bool, interleaved: bool
+) -> LoraFactors:
     """Factors of ``gate_up_proj`` and ``down_proj``, several adapters as one of their summed rank.
 
     Views of PEFT's parameters, nothing is copied; with several adapters at once their factors are put side by
-    side. ``is_transposed`` and ``is_concatenated`` of the module, as transformers sets them, say how its
-    parameters lie.
+    side.
+
+    Args:
+        transposed: whether the module's weights are ``[E, in, out]``.
+        interleaved: whether gate and up alternate in them.
 
     Raises:
         NotUnderstoodError: something adapts the module that is not LoRA in bfloat16 or float32 on the CPU.
@@ -82,13 +87,12 @@ def lora_of(module: nn.Module, adapters: list[ActiveAdapters], num_experts: int)
             found += _of_proxies(module.parametrizations[name], name)
         for delta in found:
             _require_delta(name, delta, _stored_shape(module, name), num_experts)
-    transposed = getattr(module, "is_transposed", False)
     gate_up, down = (_as_one([as_factors(delta, transposed) for delta in found]) for found in deltas.values())
     down_a, down_b, down_scaling = down if down is not None else (None, None, 1.0)
     if gate_up is None:
         return LoraFactors((None, None, None, None, down_a, down_b), scaling=(1.0, 1.0, down_scaling))
     scaling = (gate_up.scaling, gate_up.scaling, down_scaling)
-    if getattr(module, "is_concatenated", True):
+    if not interleaved:
         return LoraFactors((gate_up.a, gate_up.b, None, None, down_a, down_b), shared_a=True, scaling=scaling)
     # The same A twice: the operator computes with it once.
     gate_b, up_b = split_interleaved(gate_up.b)
@@ -134,8 +138,8 @@ def _require_delta(name: str, delta: Delta, shape: torch.Size, num_experts: int)
     fits = fits and left.shape[0] == right.shape[0] == shape[0] == num_experts
     if not fits or (left.shape[1], right.shape[2]) != tuple(shape[1:]):
         raise NotUnderstoodError(
-            f"expected LoRA factors [E, rows, r] and [E, r, cols] on {name} {list(shape)} with E={num_experts}, "
-            f"got {list(left.shape)} and {list(right.shape)}"
+            f"expected LoRA factors [E, rows, r] and [E, r, cols] on {name} {list(shape)} with "
+            f"E={num_experts}, got {list(left.shape)} and {list(right.shape)}"
         )
     for factor in (left, right):
         if factor.device.type != "cpu" or factor.dtype not in _FLOATS:

@@ -1,14 +1,16 @@
 """PEFT's LoRA on fused experts without ever building ``W + BA``.
 
-PEFT's ``ParamWrapper._activate_lora`` registers a parametrization for the duration of a call, and torch evaluates
-it once to check it: ``W + BA`` for all experts and both weights, in every layer and every step; peft 0.18 to 0.20
-build the dense ``BA`` before that, too. For modules that run through our hook this is replaced by a note in a
-context variable, from which the hook reads the wrapper's parameters.
+PEFT's ``ParamWrapper._activate_lora`` registers a parametrization for the duration of a call, and torch
+evaluates it once to check it: ``W + BA`` for all experts and both weights, in every layer and every step;
+peft 0.18 to 0.20 build the dense ``BA`` before that, too. For modules that run through our hook this is
+replaced by a note in a context variable, from which the hook reads the wrapper's parameters.
 
 This touches private names. It is done for the PEFT versions it was tested with and where the names are as
-expected. Otherwise PEFT is left alone, one warning says so, and what PEFT leaves is read: factors where it has them
-(0.21 and its like, one adapter), or else transformers' default implementation runs on PEFT's ``W + BA``.
-@MEASURED@
+expected. Otherwise PEFT is left alone, one warning says so, and what PEFT leaves is read: factors where it has
+them (0.21 and its like, one adapter), or else transformers' default implementation runs on PEFT's ``W + BA``.
+What that costs: a layer with H=512 I=256 E=16 r=8 and 64 tokens took, forward / backward in bf16 on two cores,
+2 / 3 ms in place of PEFT's method, 24 / 8 ms left alone with peft 0.21 and 20 / 20 ms with 0.18 and 0.20 (least
+of 60 calls); it grows with E times the size of an expert, whatever the number of tokens.
 """
 
 from __future__ import annotations
@@ -85,10 +87,10 @@ def install(is_ours: Callable[[nn.Module], bool]) -> bool:
 def delta_of(wrapper: Any, adapter: str) -> Delta:
     """What an adapter adds to the parameter ``[E, rows, cols]`` of a ``ParamWrapper``, as views of its factors.
 
-    PEFT keeps A ``[E r, in]`` and B ``[out, r E]``, and which dimension of the parameter it calls ``in`` depends:
-    the last one where ``_did_swap_in_out_features`` says so (peft 0.19 and later, parameters ``[E, out, in]``), the
-    middle one otherwise (peft 0.18 always, later ones for transposed parameters ``[E, in, out]``). A parameter of
-    one expert gets ``B A`` as it is.
+    PEFT keeps A ``[E r, in]`` and B ``[out, r E]``, and which dimension of the parameter it calls ``in``
+    depends: the last one where ``_did_swap_in_out_features`` says so (from peft 0.19.1 on for parameters
+    ``[E, out, in]``, in 0.19.0 for transposed ones ``[E, in, out]``), the middle one otherwise (peft 0.18
+    always). A parameter of one expert gets ``B A`` as it is.
     """
     if adapter in getattr(wrapper, "lora_variant", {}):
         raise NotUnderstoodError(
@@ -127,8 +129,8 @@ def _say_that_it_is_left_alone() -> None:
         return
     _left_alone.add(peft.__version__)
     logger.warning(
-        "peft %s is none of the versions this was tested with (%s): PEFT itself evaluates W + BA of all experts in "
-        "each call, which may take longer than the experts",
+        "peft %s is none of the versions this was tested with (%s): PEFT itself evaluates W + BA of all "
+        "experts in each call, which may take longer than the experts",
         peft.__version__,
         ", ".join(f"{major}.{minor}" for major, minor in sorted(_TESTED)),
     )
