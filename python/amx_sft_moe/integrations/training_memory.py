@@ -55,8 +55,10 @@ def inputs_kept(layer: LayerShape, tokens: int, activation_bytes: int) -> int:
 
 
 def workspace(layer: LayerShape, tokens: int) -> int:
-    """Bytes of scratch memory that all layers of a thread share, forward and backward, within about a fifth: the
-    threads' own blocks (some MB) come on top, and kernels that compute in bf16 need less for operands."""
+    """Bytes of scratch memory that all layers of a thread share, forward and backward, within about a fifth.
+
+    The threads' own blocks (some MB) come on top; kernels that compute in bf16 need less for operands.
+    """
     rows = tokens * layer.top_k
     active = min(layer.num_experts, rows)
     padded = rows + active * (_GROUP - 1) // 2  # on average half a group is empty
