@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from peft import LoraConfig
 from torch import nn
 
 from amx_sft_moe.errors import ArgumentError
@@ -147,6 +148,19 @@ class BaseModel:
         return {
             place: names for place, names in found.items() if len(names) == self.layouts[place[0]].num_experts
         }
+
+    @cached_property
+    def names_taken_by_peft(self) -> frozenset[str]:
+        """Last parts of names (``gate_proj`` ...) that stock PEFT takes for those of routed experts when they
+        stand in ``target_modules``; empty for models where it does not (it knows them by a list)."""
+        names = {found[0].rpartition(".")[2] for found in self.names_on_disk.values()}
+        try:
+            from peft.utils.transformers_weight_conversion import convert_peft_config_for_transformers
+        except ImportError:  # before 0.19
+            return frozenset()
+        trial = LoraConfig(target_modules=sorted(names))
+        convert_peft_config_for_transformers(trial, self.model, None)
+        return frozenset(names) if trial.target_parameters else frozenset()
 
     def layout(self, module: str) -> ExpertsLayout:
         """The layout of an experts module, or an error that lists those there are."""

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from tqdm.auto import tqdm
 
-from amx_sft_moe.adapters.adapter import Adapter, Factors
+from amx_sft_moe.adapters.adapter import Adapter
 from amx_sft_moe.adapters.base import BaseModel, Place, load_base
 from amx_sft_moe.adapters.files import read_json, replaced_directory, sync, tensor_positions
 from amx_sft_moe.adapters.formats import read_adapter
@@ -44,16 +44,28 @@ class Merged:
 
 
 @dataclass(frozen=True)
+class _Change:
+    """``scaling * b @ a`` for the outputs ``where`` of a matrix ``[out, in]``."""
+
+    where: slice
+    a: torch.Tensor
+    b: torch.Tensor
+    scaling: float
+
+
+@dataclass(frozen=True)
 class _Matrix:
-    """One matrix of a shard to be changed: ``data[offset:]``, row-major ``[rows, columns]``."""
+    """One matrix of a shard to be changed: row-major ``[rows, columns]`` from byte ``offset`` of the file.
+    ``transposed``: its columns are the outputs. ``whole`` replaces it."""
 
     key: str
     offset: int
     rows: int
     columns: int
     dtype: torch.dtype
-    changes: tuple[tuple[slice, torch.Tensor, torch.Tensor, float], ...]  # rows, left, right, scaling
-    whole: torch.Tensor | None = None  # replaces it
+    changes: tuple[_Change, ...] = ()
+    transposed: bool = False
+    whole: torch.Tensor | None = None
 
 
 def merge_adapter(
@@ -82,7 +94,7 @@ def merge_adapter(
             little space. Nothing was written then.
     """
     source, out = Path(base_checkpoint), Path(out)
-    if out.exists() and not overwrite:
+    if out.exists() and not (overwrite and out.is_dir()):
         raise ArgumentError(f"out: expected a path that does not exist (or overwrite), got {out}")
     if out.resolve() == source.resolve():
         raise ArgumentError(f"out: expected another directory than the base checkpoint, got {out}")
@@ -174,7 +186,7 @@ def _plan(
                 found = [_whole_matrix(key, entry, start, wholes[place.name])]
             elif place.name in linears:
                 one = linears[place.name]
-                found = [_matrix(key, entry, start, 0, [(slice(None), one.b, one.a, one.scaling)])]
+                found = [_matrix(key, entry, start, 0, [_Change(slice(None), one.a, one.b, one.scaling)])]
             else:
                 continue
             unplaced.discard(place.name)
@@ -224,7 +236,7 @@ def _expert_matrices(
         for projection, factors in parts:
             left.discard((module, projection, expert))
             rows = layout.rows(projection) if len(place.projections) > 1 else slice(None)
-            changes.append((rows, factors.b[expert], factors.a[expert], factors.scaling))
+            changes.append(_Change(rows, factors.a[expert], factors.b[expert], factors.scaling))
         yield _matrix(key, entry, start, expert if fused else 0, changes, transposed=layout.transposed)
 
 
@@ -233,21 +245,13 @@ def _matrix(
     entry: dict[str, Any],
     start: int,
     index: int,
-    changes: list[tuple[slice, torch.Tensor, torch.Tensor, float]],
+    changes: list[_Change],
     transposed: bool = False,
 ) -> _Matrix:
     dtype = _dtype(key, entry)
     rows, columns = entry["shape"][-2:]
     offset = start + entry["data_offsets"][0] + index * rows * columns * dtype.itemsize
-    out_size = columns if transposed else rows
-    factors = []
-    for where, b, a, scaling in changes:
-        if b.shape[0] != out_size:  # gate or up within both
-            whole = b.new_zeros(out_size, b.shape[1])
-            whole[where] = b
-            b = whole
-        factors.append((slice(None), a.T, b.T, scaling) if transposed else (slice(None), b, a, scaling))
-    return _Matrix(key, offset, rows, columns, dtype, tuple(factors))
+    return _Matrix(key, offset, rows, columns, dtype, tuple(changes), transposed)
 
 
 def _whole_matrix(key: str, entry: dict[str, Any], start: int, tensor: torch.Tensor) -> _Matrix:
@@ -256,7 +260,7 @@ def _whole_matrix(key: str, entry: dict[str, Any], start: int, tensor: torch.Ten
     columns = tensor.shape[-1] if tensor.dim() else 1
     offset, dtype = start + entry["data_offsets"][0], _dtype(key, entry)
     rows = tensor.numel() // max(columns, 1)
-    return _Matrix(key, offset, rows, columns, dtype, (), tensor.reshape(rows, columns))
+    return _Matrix(key, offset, rows, columns, dtype, whole=tensor.reshape(rows, columns))
 
 
 def _dtype(key: str, entry: dict[str, Any]) -> torch.dtype:
@@ -281,8 +285,23 @@ def _change(file: Any, matrix: _Matrix) -> None:
             if file.readinto(data) != len(data):
                 raise ArgumentError(f"{matrix.key}: expected {len(data)} bytes, got the end of the file")
             total = torch.frombuffer(data, dtype=matrix.dtype).reshape(count, matrix.columns).to(wide)
-            for _, left, right, scaling in matrix.changes:
-                total += scaling * (left[rows].to(wide) @ right.to(wide))
+            for change in matrix.changes:
+                _add(total, change, rows, matrix.transposed)
             block = total.to(matrix.dtype)
         file.seek(matrix.offset + first * row_bytes)
         file.write(block.view(torch.uint8).numpy().data)
+
+
+def _add(total: torch.Tensor, change: _Change, rows: slice, transposed: bool) -> None:
+    """Adds the part of a change that falls on ``rows`` of its matrix to ``total``, those rows."""
+    if transposed:
+        part = change.a[:, rows].to(total.dtype).T @ change.b.to(total.dtype).T
+        total[:, change.where] += change.scaling * part
+        return
+    first, _, step = change.where.indices(rows.stop)  # row i of b is row first + i * step
+    begin = max(0, -((first - rows.start) // step))
+    end = min(change.b.shape[0], max(0, -((first - rows.stop) // step)))
+    if begin < end:
+        part = change.b[begin:end].to(total.dtype) @ change.a.to(total.dtype)
+        at = first + begin * step - rows.start
+        total[at : at + (end - begin - 1) * step + 1 : step] += change.scaling * part

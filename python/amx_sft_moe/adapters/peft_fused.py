@@ -23,7 +23,9 @@ from amx_sft_moe.adapters.fusing import fused, split_all
 from amx_sft_moe.adapters.settings import (
     Entry,
     entries_of_linears,
+    other_targets,
     scaling_of,
+    short_name,
     targets_of_linears,
     written,
 )
@@ -149,7 +151,7 @@ def write(
         state[f"{PREFIX}{name}.lora_A.weight"] = linear.a
         state[f"{PREFIX}{name}.lora_B.weight"] = linear.b
     state.update(adapter.others)
-    taken = _taken(base) if version >= (0, 19) else set()
+    taken = base.names_taken_by_peft if version >= (0, 19) else frozenset()
     for name in adapter.linears:
         if name.rpartition(".")[2] in taken:
             raise ArgumentError(
@@ -157,10 +159,6 @@ def write(
                 "got one: PEFT from 0.19 takes the name for that of an expert's and drops it"
             )
     return state, _config(adapter, base, entries, taken, peft_version), lost
-
-
-def _taken(base: BaseModel) -> set[str]:
-    return {names[0].rpartition(".")[2] for names in base.names_on_disk.values()}
 
 
 def _whole(
@@ -177,42 +175,23 @@ def _whole(
 
 
 def _config(
-    adapter: Adapter, base: BaseModel, entries: dict[str, Entry], taken: set[str], peft_version: str
+    adapter: Adapter, base: BaseModel, entries: dict[str, Entry], taken: frozenset[str], peft_version: str
 ) -> dict[str, Any]:
     linears = entries_of_linears(adapter.linears)
     short: dict[str, set[tuple[int, float]]] = {}
     for name, entry in entries.items():
-        short.setdefault(_short(name), set()).add((entry.rank, entry.scaling))
-    everywhere = {_short(name) for name in entries}
+        short.setdefault(short_name(name), set()).add((entry.rank, entry.scaling))
+    everywhere = {short_name(name) for name in entries}
     # Short names reach every layer: only where every layer is adapted, and alike.
     uniform = len(entries) == len(base.layouts) * len(everywhere)
     targets = sorted(everywhere) if uniform else sorted(entries)
     if uniform:
         alike = {name: settings for name, settings in short.items() if len(settings) == 1}
         named = [Entry(re.escape(name), *settings.copy().pop()) for name, settings in alike.items()]
-        named += [entry for name, entry in entries.items() if _short(name) not in alike]
+        named += [entry for name, entry in entries.items() if short_name(name) not in alike]
     else:
         named = list(entries.values())
     ordered = [*named, *linears]
-    other = [
-        target
-        for target in adapter.config.get("target_parameters") or []
-        if target.rpartition(".")[2] not in PARAMETERS
-    ]
-    names = targets_of_linears(adapter.config, _plain_linears(adapter, other), taken)
+    other, plain = other_targets(adapter.config, adapter.linears)
+    names = targets_of_linears(adapter.config, plain, taken)
     return written(adapter.config, ordered[0], ordered, names, [*targets, *other], peft_version)
-
-
-def _plain_linears(adapter: Adapter, parameters: list[str]) -> list[str]:
-    """Linears that are modules, not parameters of other modules that PEFT wraps by name."""
-    wrapped = {target.rpartition(".")[0] for target in parameters}
-    return [
-        name
-        for name in adapter.linears
-        if not any(name == module or name.endswith(f".{module}") for module in wrapped)
-    ]
-
-
-def _short(name: str) -> str:
-    """``mlp.experts.down_proj`` of ``model.layers.3.mlp.experts.down_proj``."""
-    return re.sub(r"^.*\.\d+\.", "", name)

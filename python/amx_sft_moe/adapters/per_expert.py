@@ -22,7 +22,9 @@ from amx_sft_moe.adapters.fusing import folded, padded, zeros
 from amx_sft_moe.adapters.settings import (
     Entry,
     entries_of_linears,
+    other_targets,
     scaling_of,
+    short_name,
     targets_of_linears,
     written,
 )
@@ -89,9 +91,8 @@ def write(
                 f"{module}: expected a model whose checkpoints hold one tensor per expert, got one that holds "
                 "them fused: there are no names for a per-expert adapter"
             )
-    taken = {name[0].rpartition(".")[2] for name in names.values()}
     for name in adapter.linears:
-        if name.rpartition(".")[2] in taken:
+        if name.rpartition(".")[2] in base.names_taken_by_peft:
             raise ArgumentError(
                 f"{name}: expected no adapter on other modules named like the experts' in format per-expert, "
                 "got one: loading would take it for theirs"
@@ -115,7 +116,7 @@ def write(
         state[f"{PREFIX}{name}.lora_A.weight"] = linear.a
         state[f"{PREFIX}{name}.lora_B.weight"] = linear.b
     state.update(adapter.others)
-    return state, _config(adapter, even, linears, names, taken, peft_version), lost
+    return state, _config(adapter, even, linears, base, peft_version), lost
 
 
 def complete(adapter: Adapter, base: BaseModel) -> dict[str, dict[str, Factors]]:
@@ -166,11 +167,11 @@ def _config(
     adapter: Adapter,
     experts: dict[str, dict[str, Factors]],
     linears: dict[str, Any],
-    names: dict[tuple[str, str], list[str]],
-    taken: set[str],
+    base: BaseModel,
     peft_version: str,
 ) -> dict[str, Any]:
-    leaf = {place[1]: name[0].rpartition(".")[2] for place, name in names.items()}
+    taken = base.names_taken_by_peft
+    leaf = {place[1]: name[0].rpartition(".")[2] for place, name in base.names_on_disk.items()}
     some = next(iter(experts.values()))
     entries = []
     for projection, factors in some.items():
@@ -178,14 +179,15 @@ def _config(
         ways = {leaf[projection], projection} if projection == "down_proj" else {leaf[projection]}
         entries += [Entry(re.escape(way), factors.rank, factors.scaling) for way in sorted(ways)]
     default = next((e for e in entries if e.pattern == re.escape(leaf["gate_proj"])), entries[0])
-    other = [
-        target
-        for target in adapter.config.get("target_parameters") or []
-        if target.rpartition(".")[2] not in PARAMETERS
-    ]
-    wrapped = {target.rpartition(".")[0] for target in other}
-    plain = [n for n in linears if not any(n == w or n.endswith(f".{w}") for w in wrapped)]
+    other, plain = other_targets(adapter.config, linears)
     targets = targets_of_linears(adapter.config, plain, taken)
-    targets = sorted({*targets, *(leaf[projection] for projection in some)})
+    if taken:
+        targets = sorted({*targets, *(leaf[projection] for projection in some)})
+    else:
+        # Here PEFT would look for linear layers of these names; it does fuse the tensors, so name the result.
+        present = [name for name in PARAMETERS if name in some or (name != "down_proj" and "gate_proj" in some)]
+        other = sorted({f"{short_name(module)}.{name}" for module in experts for name in present} | {*other})
+        doubled = Entry("gate_up_proj", 2 * default.rank, default.scaling)
+        entries += [doubled] if "gate_proj" in some else []
     entries += entries_of_linears(linears)
     return written(adapter.config, default, entries, targets, other or None, peft_version)

@@ -10,6 +10,7 @@ from typing import Any
 
 from peft.utils.other import get_pattern_key
 
+from amx_sft_moe.adapters.base import PARAMETERS
 from amx_sft_moe.errors import ArgumentError
 
 # LoRA whose W + s BA is not all there is, or whose base weights are not those of the checkpoint.
@@ -134,6 +135,20 @@ def targets_of_linears(source: dict[str, Any], linears: Iterable[str], taken: It
     if all(any(_matches(linear, name) for name in short) for linear in linears):
         return short
     return sorted(linears)
+
+
+def other_targets(source: dict[str, Any], linears: Iterable[str]) -> tuple[list[str], list[str]]:
+    """The source's ``target_parameters`` that are not of experts, and those of ``linears`` that are modules
+    in their own right, not found through such a parameter."""
+    targets = source.get("target_parameters") or []
+    other = [target for target in targets if target.rpartition(".")[2] not in PARAMETERS]
+    wrapped = [target.rpartition(".")[0] for target in other]
+    return other, [name for name in linears if not any(_matches(name, module) for module in wrapped)]
+
+
+def short_name(name: str) -> str:
+    """``mlp.experts.down_proj`` of ``model.layers.3.mlp.experts.down_proj``."""
+    return re.sub(r"^.*\.\d+\.", "", name)
 
 
 def _matches(name: str, target: str) -> bool:
