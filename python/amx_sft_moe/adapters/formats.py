@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ import torch
 
 from amx_sft_moe.adapters import ktransformers, peft_fused, per_expert
 from amx_sft_moe.adapters.adapter import FORMATS, FUSED, KTRANSFORMERS, PER_EXPERT, Adapter, Linear
-from amx_sft_moe.adapters.base import BaseModel
+from amx_sft_moe.adapters.base import PROJECTIONS, BaseModel
 from amx_sft_moe.adapters.files import (
     CONFIG,
     KT_WEIGHTS,
@@ -104,36 +105,85 @@ def read_adapter(directory: str | os.PathLike[str], base: BaseModel) -> tuple[Ad
         ArgumentError: anything that is not understood; the message names file and entry.
     """
     files = read_files(directory)
-    where = files.weights_path
     require_plain_lora(files.config, str(files.directory / CONFIG))
+    adapter = understood(files, base)
+    return adapter, format_of(files, pairs_of(files.tensors)[0]) if adapter.experts else None
+
+
+def understood(files: Files, base: BaseModel, problems: list[str] | None = None) -> Adapter:
+    """The adapter of opened files. With ``problems``, what is not understood is told there and left out;
+    without, it is an :class:`ArgumentError`."""
+    where = files.weights_path
     pairs, rest = pairs_of(files.tensors)
-    kind = format_of(files, pairs)
     adapter = Adapter(files.config)
     fused: dict[str, dict[int, Any]] = {}
     single: dict[tuple[str, str], dict[int, Any]] = {}
     for name, sides in pairs.items():
-        if set(sides) != {"A", "B"}:
-            raise ArgumentError(f"{where}: {name}: expected lora_A and lora_B, got lora_{''.join(sides)}")
-        pair = sides["A"], sides["B"]
-        module = name.replace(".base_layer", "")
-        if module in base.layouts:
-            fused.setdefault(module, {})[name.count(".base_layer")] = pair
-            continue
-        place = base.place_of(f"{name}.weight")
-        if place.module is not None and place.expert is not None and len(place.projections) == 1:
-            found = single.setdefault((place.module, place.projections[0]), {})
-            found[place.expert] = name, pair
-        else:
-            adapter.linears[name] = _linear(files, base, name, place.name, pair)
+        with _told(problems):
+            if set(sides) != {"A", "B"}:
+                raise ArgumentError(f"{where}: {name}: expected lora_A and lora_B, got lora_{''.join(sides)}")
+            _sort_in(files, base, name, (sides["A"], sides["B"]), adapter, fused, single)
     for key in rest:
-        adapter.others[key] = _whole_weight(where, base, key, files.tensors[key])
-    if fused:
-        adapter.experts.update(peft_fused.read(files.config, base, fused, where))
-    if single:
-        adapter.experts.update(per_expert.read(files.config, base, single, where, adapter.notes))
+        with _told(problems):
+            adapter.others[key] = _whole_weight(where, base, key, files.tensors[key])
+    with _told(problems):
+        adapter.experts.update(peft_fused.read(files.config, base, fused, where) if fused else {})
+    for place, found in single.items():
+        with _told(problems):
+            factors = per_expert.read(files.config, base, *place, found, where, adapter.notes)
+            adapter.experts.setdefault(place[0], {})[place[1]] = factors
     if files.kt_tensors is not None:
-        adapter.experts.update(ktransformers.read(files.config, base, files.kt_tensors, files.directory))
-    return adapter, kind if adapter.experts else None
+        with _told(problems):
+            adapter.experts.update(ktransformers.read(files.config, base, files.kt_tensors, files.directory))
+    adapter.experts = {
+        module: {name: given[name] for name in PROJECTIONS if name in given}
+        for module, given in adapter.experts.items()
+    }
+    return adapter
+
+
+@contextmanager
+def _told(problems: list[str] | None) -> Iterator[None]:
+    try:
+        yield
+    except ArgumentError as reason:
+        if problems is None:
+            raise
+        problems.append(str(reason))
+
+
+def _sort_in(
+    files: Files,
+    base: BaseModel,
+    name: str,
+    pair: tuple[torch.Tensor, torch.Tensor],
+    adapter: Adapter,
+    fused: dict[str, dict[int, Any]],
+    single: dict[tuple[str, str], dict[int, Any]],
+) -> None:
+    module = name.replace(".base_layer", "")
+    if module in base.layouts:
+        fused.setdefault(module, {})[name.count(".base_layer")] = pair
+        return
+    place = base.place_of(f"{name}.weight")
+    if place.module is not None and place.expert is not None and len(place.projections) == 1:
+        single.setdefault((place.module, place.projections[0]), {})[place.expert] = name, pair
+    else:
+        adapter.linears[name] = _linear(files, base, name, place.name, pair)
+
+
+def fused_the_old_way(files: Files, base: BaseModel) -> bool | None:
+    """Whether a fused adapter has the orientation of PEFT 0.18; ``None``: it is not understood."""
+    fused: dict[str, dict[int, Any]] = {}
+    for name, sides in pairs_of(files.tensors)[0].items():
+        module = name.replace(".base_layer", "")
+        if module in base.layouts and set(sides) == {"A", "B"}:
+            fused.setdefault(module, {})[name.count(".base_layer")] = sides["A"], sides["B"]
+    try:
+        pairs = peft_fused.named(files.config, base, fused, files.weights_path)
+        return peft_fused.stored_the_old_way(files.config, pairs)
+    except ArgumentError:
+        return None
 
 
 def _linear(files: Files, base: BaseModel, name: str, parameter: str, pair: Any) -> Linear:

@@ -92,10 +92,10 @@ def release(version: Any) -> tuple[int, int] | None:
     return (int(found.group(1)), int(found.group(2))) if found else None
 
 
-def read(
+def named(
     config: dict[str, Any], base: BaseModel, pairs: dict[str, dict[int, Pair]], where: str
-) -> dict[str, dict[str, Factors]]:
-    """Factors by module and projection from ``module -> {depth: pair}``."""
+) -> list[tuple[ExpertsLayout, str, Pair]]:
+    """Which parameter each pair of ``module -> {depth of nesting: pair}`` belongs to."""
     found: list[tuple[ExpertsLayout, str, Pair]] = []
     for module, nested in pairs.items():
         if set(nested) != set(range(len(nested))):
@@ -103,6 +103,14 @@ def read(
         names = parameters_of(config, base, module, len(nested))
         # The innermost has base_layer in its name most often.
         found += [(base.layout(module), name, nested[len(nested) - 1 - at]) for at, name in enumerate(names)]
+    return found
+
+
+def read(
+    config: dict[str, Any], base: BaseModel, pairs: dict[str, dict[int, Pair]], where: str
+) -> dict[str, dict[str, Factors]]:
+    """Factors by module and projection from ``module -> {depth of nesting: pair}``."""
+    found = named(config, base, pairs, where)
     old = stored_the_old_way(config, found)
     whole: dict[tuple[str, str], Factors] = {}
     for layout, parameter, (a, b) in found:

@@ -37,43 +37,39 @@ Pair = tuple[torch.Tensor, torch.Tensor]
 def read(
     config: dict[str, Any],
     base: BaseModel,
-    pairs: dict[tuple[str, str], dict[int, tuple[str, Pair]]],
+    module: str,
+    projection: str,
+    given: dict[int, tuple[str, Pair]],
     where: str,
     notes: list[str],
-) -> dict[str, dict[str, Factors]]:
-    """Factors by module and projection from ``(module, projection) -> {expert: (name, pair)}``."""
-    experts: dict[str, dict[str, Factors]] = {}
-    for (module, projection), given in pairs.items():
-        layout = base.layout(module)
-        out_size, in_size = layout.sizes(projection)
-        settings = set()
-        for name, (a, b) in given.values():
-            if a.dim() != 2 or b.shape != (out_size, a.shape[0]) or a.shape[1] != in_size:
-                raise ArgumentError(
-                    f"{where}: {name}: expected lora_A [r, {in_size}] and lora_B [{out_size}, r], got "
-                    f"{list(a.shape)} and {list(b.shape)}"
-                )
-            settings.add((a.shape[0], scaling_of(config, name, a.shape[0], where)))
-        if len(settings) != 1 or max(given) >= layout.num_experts:
+) -> Factors:
+    """One projection's factors from ``expert -> (name, pair)``."""
+    layout = base.layout(module)
+    out_size, in_size = layout.sizes(projection)
+    settings = set()
+    for name, (a, b) in given.values():
+        if a.dim() != 2 or b.shape != (out_size, a.shape[0]) or a.shape[1] != in_size:
             raise ArgumentError(
-                f"{where}: {module}: expected one rank and scaling for all experts' {projection}, and experts "
-                f"up to {layout.num_experts - 1}, got {sorted(settings)} and experts up to {max(given)}"
+                f"{where}: {name}: expected lora_A [r, {in_size}] and lora_B [{out_size}, r], got "
+                f"{list(a.shape)} and {list(b.shape)}"
             )
-        rank, scaling = settings.pop()
-        some = next(iter(given.values()))[1]
-        nothing = zeros(layout, projection, rank, scaling, some[0].dtype)
-        missing = [expert for expert in range(layout.num_experts) if expert not in given]
-        if missing:
-            notes.append(f"{module}.{projection}: experts {missing} have no adapter: zeros")
-        a, b = zip(
-            *(
-                given[expert][1] if expert in given else (nothing.a[expert], nothing.b[expert])
-                for expert in range(layout.num_experts)
-            ),
-            strict=True,
+        settings.add((a.shape[0], scaling_of(config, name, a.shape[0], where)))
+    if len(settings) != 1 or max(given) >= layout.num_experts:
+        raise ArgumentError(
+            f"{where}: {module}: expected one rank and scaling for all experts' {projection}, and experts "
+            f"up to {layout.num_experts - 1}, got {sorted(settings)} and experts up to {max(given)}"
         )
-        experts.setdefault(module, {})[projection] = Factors(a, b, scaling)
-    return {module: {p: found[p] for p in PROJECTIONS if p in found} for module, found in experts.items()}
+    rank, scaling = settings.pop()
+    some = next(iter(given.values()))[1]
+    nothing = zeros(layout, projection, rank, scaling, some[0].dtype)
+    missing = [expert for expert in range(layout.num_experts) if expert not in given]
+    if missing:
+        notes.append(f"{module}.{projection}: experts {missing} have no adapter: zeros")
+    pairs = [
+        given[expert][1] if expert in given else (nothing.a[expert], nothing.b[expert])
+        for expert in range(layout.num_experts)
+    ]
+    return Factors(tuple(a for a, _ in pairs), tuple(b for _, b in pairs), scaling)
 
 
 def write(
