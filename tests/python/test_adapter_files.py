@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
-import json
 import os
 import shutil
 import signal
@@ -142,10 +142,8 @@ def test_an_error_at_every_step(
             shutil.copytree(safe, target)
         with monkeypatch.context() as patch:
             seen = interrupted(at, fail, patch)
-            try:
+            with contextlib.suppress(OSError):
                 action()
-            except OSError as reason:
-                assert reason.errno == errno.ENOSPC
         if len(seen) < at:
             break
         found = content(target)
@@ -208,7 +206,7 @@ BROKEN: dict[str, Callable[[Path], object]] = {
         d, lambda s: s.update({f"model.nothing.lora_{x}.weight": torch.ones(4, 4) for x in "AB"})
     ),
     "another layer": lambda d: changed(
-        d, lambda s: s.update({k.replace("layers.1", "layers.7"): v for k, v in list(s.items())})
+        d, lambda s: s.update({k.replace("layers.1", "layers.7"): v.clone() for k, v in list(s.items())})
     ),
     "another shape": lambda d: changed(d, lambda s: s.update({k: v[:, :3].clone() for k, v in s.items()})),
     "a vector": lambda d: changed(d, lambda s: s.update({k: v.flatten() for k, v in s.items()})),
@@ -237,7 +235,7 @@ def test_broken_files_are_told(name: str, to: str, tmp_path: Path, capfd: pytest
     experts_apart = to == "ktransformers"  # its experts do not lie in adapter_model.safetensors
     if fails == 0:
         assert experts_apart
-        assert name in ("no weights", "no tensors", "no config", "a list as patterns", "numbers as targets")
+        assert name in ("no weights", "no tensors", "no config")
     else:
         assert fails == 2
         assert said.err.startswith("error: ")
@@ -263,4 +261,3 @@ def test_directories_that_are_none(tmp_path: Path, capfd: pytest.CaptureFixture[
     assert main(["convert", str(source), str(source), "--to", "per-expert"]) == 2, "no --overwrite"
     assert "Traceback" not in capfd.readouterr().err
     assert config_of(source)["r"] == 4
-    assert json.loads((checkpoint("qwen3") / "config.json").read_text())["num_experts"] == 5

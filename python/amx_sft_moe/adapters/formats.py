@@ -25,7 +25,7 @@ from amx_sft_moe.adapters.files import (
     save_json,
     save_tensors,
 )
-from amx_sft_moe.adapters.settings import require_plain_lora, scaling_of
+from amx_sft_moe.adapters.settings import require_plain_lora, require_sound, scaling_of
 from amx_sft_moe.errors import ArgumentError
 
 _PAIR = re.compile(r"(?:base_model\.model\.)?(?P<module>.+)\.lora_(?P<side>[AB])\.weight")
@@ -63,6 +63,8 @@ def read_files(directory: str | os.PathLike[str]) -> Files:
         raise ArgumentError(f"adapter: expected {WEIGHTS} or {KT_WEIGHTS} in {directory}, got neither")
     needed = kt is None or (directory / CONFIG).is_file()
     config = read_json(directory / CONFIG) if needed else {}
+    if config:
+        require_sound(config, str(directory / CONFIG))
     return Files(directory, config, read_tensors(files[0]) if files else {}, kt)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -53,6 +53,47 @@ def require_plain_lora(config: dict[str, Any], where: str) -> None:
         )
 
 
+def require_sound(config: dict[str, Any], where: str) -> None:
+    """Refuses entries of a type that cannot be read."""
+
+    def wants(name: str, what: str, good: Callable[[Any], bool]) -> None:
+        if not good(config.get(name)):
+            raise ArgumentError(f"{where}: expected {what} as {name}, got {config.get(name)!r}")
+
+    wants("r", "a positive whole number", _is_rank)
+    wants("lora_alpha", "a number", _is_number)
+    wants("rank_pattern", "patterns with whole numbers", lambda table: _is_table(table, _is_rank))
+    wants("alpha_pattern", "patterns with numbers", lambda table: _is_table(table, _is_number))
+    wants("target_parameters", "a list of names", _is_names)
+    wants("target_modules", "a list of names or a pattern", lambda v: isinstance(v, str) or _is_names(v))
+
+
+def _is_rank(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value > 0
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+
+
+def _is_names(value: Any) -> bool:
+    return value is None or (isinstance(value, list) and all(isinstance(name, str) for name in value))
+
+
+def _is_table(value: Any, good: Callable[[Any], bool]) -> bool:
+    if value is None:
+        return True
+    return isinstance(value, dict) and all(_is_pattern(key) and good(one) for key, one in value.items())
+
+
+def _is_pattern(text: str) -> bool:
+    try:
+        re.compile(text)
+    except re.error:
+        return False
+    return True
+
+
 def scaling_of(config: dict[str, Any], name: str, rank: int, where: str) -> float:
     """The scaling that PEFT gives the module or parameter ``name``, whose factors have ``rank``.
 
@@ -64,7 +105,7 @@ def scaling_of(config: dict[str, Any], name: str, rank: int, where: str) -> floa
     if stated is not None and stated != rank:
         raise ArgumentError(f"{where}: {name}: expected factors of rank {stated} (the config's), got {rank}")
     alpha = _of_pattern(config, "alpha_pattern", name, "lora_alpha")
-    if not isinstance(alpha, int | float) or isinstance(alpha, bool) or not math.isfinite(alpha):
+    if not _is_number(alpha):
         raise ArgumentError(f"{where}: expected a number as lora_alpha of {name}, got {alpha!r}")
     return alpha / math.sqrt(rank) if config.get("use_rslora") else alpha / rank
 
