@@ -196,3 +196,20 @@ def test_memory_stays_small(tmp_path: Path) -> None:
     for name in names:
         found = load_file(tmp_path / "out" / name)
         assert all((tensor == 1 + 4 * 2 * 0.5 * 0.25).all() for tensor in found.values())
+
+
+@pytest.mark.parametrize("where", [slice(0, 9), slice(9, None), slice(0, None, 2), slice(1, None, 2)], ids=str)
+@pytest.mark.parametrize("transposed", [False, True])
+def test_any_rows_of_any_layout(where: slice, transposed: bool) -> None:
+    """Also gate and up interleaved without being transposed, which no family has today."""
+    random = torch.Generator().manual_seed(0)
+    a, b = torch.randn(2, 7, generator=random), torch.randn(9, 2, generator=random)
+    expected = torch.zeros(18, 7)
+    expected[where] = 3 * b @ a
+    expected = expected.T if transposed else expected
+    for block in (1, 2, 4, 5, 18):
+        found = torch.zeros_like(expected)
+        for first in range(0, len(found), block):
+            rows = slice(first, min(first + block, len(found)))
+            merging._add(found[rows], merging._Change(where, a, b, 3.0), rows, transposed)
+        torch.testing.assert_close(found, expected)
