@@ -78,7 +78,7 @@ class BaseModel:
 
     where: str
     config: Any
-    model: nn.Module
+    model: Any  # a PreTrainedModel
     layouts: dict[str, ExpertsLayout] = field(default_factory=dict)
 
     @cached_property

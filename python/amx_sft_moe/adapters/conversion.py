@@ -122,6 +122,8 @@ def convert_adapter(
         lost, tensors = write_adapter(adapter, model, to, work, peft_version or peft.__version__, one_scaling)
         verified = verify(adapter, read_adapter(work, model)[0], exact=not lost)
     lost = [*rounded, *lost]
+    if adapter.config.get("lora_dropout"):
+        adapter.notes.append("lora_dropout is 0 in the new configuration: PEFT refuses it on fused experts")
     return Conversion(target, kind, to, not lost, tuple(lost), tuple(adapter.notes), tensors, verified)
 
 

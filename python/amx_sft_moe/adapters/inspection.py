@@ -147,12 +147,12 @@ def pieces_of(files: Files, kind: str | None) -> Iterator[Piece]:
             yield Piece(module.rpartition(".")[2], name, number, None, a, b, _scaling(files, name, a.shape[0]))
     for key, a in (files.kt_tensors or {}).items():
         match = re.fullmatch(r"layers\.(\d+)\.experts\.(\w+)_lora_a", key)
-        b = (files.kt_tensors or {}).get(f"{key[:-1]}b")
-        if match is None or b is None or a.dim() != 3 or b.dim() != 3:
+        other = (files.kt_tensors or {}).get(f"{key[:-1]}b")
+        if match is None or other is None or a.dim() != 3 or other.dim() != 3:
             continue
         alpha = files.config.get("lora_alpha")
         scaling = alpha / a.shape[1] if isinstance(alpha, int | float) else None
-        for at, (one_a, one_b) in enumerate(zip(a, b, strict=False)):
+        for at, (one_a, one_b) in enumerate(zip(a, other, strict=False)):
             group = f"{match.group(2)}_proj"
             yield Piece(group, f"{key}[{at}]", int(match.group(1)), at, one_a, one_b, scaling)
 
@@ -183,7 +183,7 @@ def _rank(files: Files, name: str) -> int | None:
     from peft.utils.other import get_pattern_key
 
     table = files.config.get("rank_pattern") or {}
-    rank = table.get(get_pattern_key(table.keys(), name), files.config.get("r"))
+    rank = table.get(get_pattern_key(list(table), name), files.config.get("r"))
     return rank if isinstance(rank, int) and rank > 0 else None
 
 

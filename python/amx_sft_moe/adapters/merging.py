@@ -226,12 +226,13 @@ def _expert_matrices(
     if not parts:
         return
     fused = place.expert is None
+    experts = range(layout.num_experts) if place.expert is None else [place.expert]
     shape = list(entry["shape"])
     sizes = layout.sizes(place.name.rpartition(".")[2] if len(place.projections) > 1 else place.projections[0])
     matrix = list(reversed(sizes)) if layout.transposed else list(sizes)
     if shape != ([layout.num_experts, *matrix] if fused else matrix):
         raise ArgumentError(f"{key}: expected {matrix} for each expert, got {shape}")
-    for expert in range(layout.num_experts) if fused else [place.expert]:
+    for expert in experts:
         changes = []
         for projection, factors in parts:
             left.discard((module, projection, expert))

@@ -112,7 +112,7 @@ def scaling_of(config: dict[str, Any], name: str, rank: int, where: str) -> floa
 
 def _of_pattern(config: dict[str, Any], patterns: str, name: str, default: str) -> Any:
     table = config.get(patterns) or {}
-    return table.get(get_pattern_key(table.keys(), name), config.get(default))
+    return table.get(get_pattern_key(list(table), name), config.get(default))
 
 
 def alpha_for(scaling: float, rank: int) -> float:
