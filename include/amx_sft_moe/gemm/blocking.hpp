@@ -28,6 +28,8 @@ struct Blocking {
   static constexpr index_t kMinCols = 32;
   // Wider panels than this make too few tasks; reading 512 bytes of each row is enough for the prefetchers.
   static constexpr index_t kMaxCols = 256;
+  // Few rows of A, the weights read in place: longer pieces of a row come faster, C [8, 512] is a third of L1.
+  static constexpr index_t kMaxColsInPlace = 512;
   // Tokens whose sums one task makes at most.
   static constexpr index_t kTokenChunk = 16;
 
@@ -48,6 +50,14 @@ struct Blocking {
   template <class Kernel>
   index_t cols_for(index_t k) const {
     return MultipliesStrips<Kernel> ? kMaxCols : resident_cols<Kernel>(k);
+  }
+  // The same for gemm_nn with so many rows of A.
+  template <class Kernel>
+  index_t cols_for(index_t k, index_t rows) const {
+    if constexpr (MultipliesInPlace<Kernel>) {
+      if (rows <= Kernel::Microkernel::kInPlaceRows) return kMaxColsInPlace;
+    }
+    return cols_for<Kernel>(k);
   }
   // Tokens of a task of gemm_nt, whose x stays in L2 while the weights pass by.
   template <class Kernel>
