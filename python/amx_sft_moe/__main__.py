@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import importlib
 import json
 import sys
 from collections.abc import Sequence
@@ -30,10 +31,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
     commands = parser.add_subparsers(dest="command", required=True)
     show = commands.add_parser("info", help="what this build and this machine offer")
     show.add_argument("--json", action="store_true", help="as JSON instead of text")
+    show.add_argument(
+        "--with-torch",
+        action="store_true",
+        help="import torch first: then OpenMP libraries are those of training",
+    )
     commands.add_parser("finetune", help="fine-tune a Mixture-of-Experts model with LoRA", add_help=False)
     commands.add_parser("profile", help="time one layer's step, phase by phase", add_help=False)
     commands.add_parser("timeline", help="where the time of recorded steps went", add_help=False)
     options = parser.parse_args(arguments)
+    if options.with_torch:
+        importlib.import_module("torch")
     found = info()
     sys.stdout.write((json.dumps(found, indent=2) if options.json else as_text(found)) + "\n")
     return 0

@@ -1,3 +1,3 @@
-"""The version of the package and of the C++ library that it was built from."""
+"""The package's version: that of the headers its compiled module was built from."""
 
-__version__ = "0.1.0"
+from amx_sft_moe._core import __version__ as __version__
