@@ -12,8 +12,20 @@ from amx_sft_moe.info import as_text, info
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs one command and returns its exit status."""
-    arguments = list(sys.argv[1:] if arguments is None else arguments)
+    """Runs one command and returns its exit status: 1 where it needs a package that is not installed."""
+    try:
+        return _run(list(sys.argv[1:] if arguments is None else arguments))
+    except ModuleNotFoundError as error:
+        missing = (error.name or "").partition(".")[0]
+        if missing in ("", "amx_sft_moe"):
+            raise
+        sys.stderr.write(
+            f"error: this command needs {missing}, which is not installed: pip install 'amx-sft-moe[train]'\n"
+        )
+        return 1
+
+
+def _run(arguments: list[str]) -> int:
     # finetune parses its own arguments, and only it needs torch and transformers.
     if arguments[:1] == ["finetune"]:
         from amx_sft_moe.finetune.cli import main as finetune

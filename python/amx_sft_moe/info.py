@@ -69,7 +69,10 @@ def why_chosen(
     variables: Mapping[str, str] | None = None,
 ) -> str:
     """In words, why ``kernel="auto"`` means ``kernel`` for these weights: the environment, or what each kernel
-    before it in the list lacks, and on which measurement it comes before the next."""
+    before it in the list lacks, and on which measurement it comes before the next. Empty where ``kernel`` is
+    ``"none: "`` and a reason."""
+    if _is_none(kernel):
+        return ""
     wanted = (os.environ if variables is None else variables).get(ENVIRONMENT)
     if wanted:
         return f"{ENVIRONMENT}={wanted}"
@@ -112,7 +115,10 @@ def findings(found: Mapping[str, Any]) -> list[str]:
         )
     if found["amx_permission"].startswith("denied"):
         result.append("this CPU has AMX, and the operating system refused it: the AMX kernel is not used")
-    result += [
-        f"no kernel for {w} weights: {k}" for w, k in found["auto_kernel"].items() if k.startswith("none")
-    ]
-    return result
+    kernels = found["auto_kernel"].items()
+    return result + [f"{ENVIRONMENT} names no kernel for {weights}" for weights, k in kernels if _is_none(k)]
+
+
+def _is_none(kernel: str) -> bool:
+    # What _core.info says where the environment asks in vain, and why.
+    return kernel.startswith("none: ")

@@ -123,6 +123,19 @@ def test_module_runs_as_a_program() -> None:
     assert json.loads(done.stdout)["kernels"] == amx_sft_moe.info()["kernels"]
 
 
+def test_commands_without_their_packages(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name in [name for name in sys.modules if name.startswith("amx_sft_moe.finetune.")]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    monkeypatch.setitem(sys.modules, "torch", None)
+    assert main(["finetune"]) == 1
+    said = capsys.readouterr().err
+    assert "needs t" in said
+    assert "pip install 'amx-sft-moe[train]'" in said
+
+
 def test_names() -> None:
     assert set(amx_sft_moe.__all__) <= {*dir(amx_sft_moe), "nn", "adapters"}
     with pytest.raises(AttributeError, match="no attribute 'missing'"):

@@ -242,6 +242,7 @@ BEST = "the best that this CPU has for these weights"
         ("float32", "avx512", SETS, {}, BEST),
         ("bfloat16", "portable", SETS, {"AMX_SFT_MOE_KERNEL": "portable"}, "AMX_SFT_MOE_KERNEL=portable"),
         ("float32", "avx512", SETS, {"AMX_SFT_MOE_KERNEL": ""}, BEST),
+        ("float32", "none: why", SETS, {"AMX_SFT_MOE_KERNEL": "abacus"}, ""),
     ],
 )
 def test_why_chosen(
@@ -294,7 +295,10 @@ def test_findings() -> None:
         ({"threads": {**quiet["threads"], "openmp": 8}}, "8 OpenMP threads on the 2 CPUs"),
         ({"threads": {**quiet["threads"], "cgroup_quota": 1.5}}, "2 OpenMP threads on a quota of 1.5 CPUs"),
         ({"amx_permission": "denied: Invalid argument"}, "the operating system refused it"),
-        ({"auto_kernel": {"bfloat16": "none: AMX_SFT_MOE_KERNEL: ..."}}, "no kernel for bfloat16 weights"),
+        (
+            {"auto_kernel": {"bfloat16": "none: AMX_SFT_MOE_KERNEL: ..."}},
+            "AMX_SFT_MOE_KERNEL names no kernel for bfloat16",
+        ),
     ):
         (one,) = findings({**quiet, **change})
         assert word in one

@@ -19,9 +19,10 @@ def as_text(found: Mapping[str, Any]) -> str:
         lines.append("")
     lines += ["kernels, best first:", *_kernels(found), ""]
     for dtype, kernel in found["auto_kernel"].items():
-        lines += _row(f"auto, {dtype}", f"{kernel}: {found['auto_reason'][dtype]}")
-    for finding in found["findings"] or ["none"]:
-        lines += _row("findings", finding)
+        reason = found["auto_reason"][dtype]
+        lines += _row(f"auto, {dtype}", f"{kernel}: {reason}" if reason else kernel)
+    for number, finding in enumerate(found["findings"] or ["none"]):
+        lines += _row("" if number else "findings", finding)
     return "\n".join(lines)
 
 
@@ -68,7 +69,8 @@ def _machine(found: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
             f"{_plural(topology['cpus'], 'thread')}; family-model-stepping {topology['model']}",
         )
     virtual = found["virtualised"]
-    kind = "no" if virtual["hypervisor"] is None else f"yes, hypervisor {virtual['hypervisor']}"
+    hypervisor = virtual["hypervisor"]
+    kind = {None: "no", "unknown": "yes"}.get(hypervisor, f"yes ({hypervisor})")
     yield "virtual machine", kind + ("; in a container" if virtual["container"] else "")
     caches = (
         f"{cache['name']} {_size(cache['bytes'])}"
@@ -94,7 +96,7 @@ def _threads(found: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     yield (
         "threads",
         f"OpenMP {threads['openmp']}; may run on {_plural(threads['affinity'], 'CPU')} "
-        f"({threads['affinity_list']}); quota {quota}",
+        f"({threads['affinity_list']}); CPU quota {quota}",
     )
     yield "OpenMP libraries", ", ".join(found["openmp_libraries"]) or "none seen"
     variables = [f"{name}={value}" for name, value in found["environment"].items()] or ["nothing set"]
