@@ -113,6 +113,33 @@ def test_headers_and_cmake_files_are_where_the_package_says() -> None:
     assert f'set(PACKAGE_VERSION "{VERSION}")' in version_file.read_text()
 
 
+def test_openmp_is_torchs_where_torch_is_beside() -> None:
+    """None comes with the package: torch's is taken before torch is imported, one copy for both."""
+    installed()
+    beside = PACKAGE.parent / "torch/lib/libgomp.so.1"
+    if not beside.is_file():
+        pytest.skip("no torch beside the package, or one with another libgomp")
+    code = "import amx_sft_moe; print(amx_sft_moe.info()['openmp_libraries'])"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=True)
+    assert done.stdout.count("libgomp") == done.stdout.count("torch/lib/libgomp.so.1") == 1, done.stdout
+
+
+def test_missing_openmp_is_explained() -> None:
+    code = (
+        "import sys\n"
+        "class Finder:\n"
+        "    def find_spec(self, name, path, target=None):\n"
+        "        if name == 'amx_sft_moe._core':\n"
+        "            raise ImportError('libgomp.so.1: cannot open shared object file')\n"
+        "sys.meta_path.insert(0, Finder())\n"
+        "import amx_sft_moe"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=False
+    )
+    assert "libgomp.so.1: cannot open shared object file. amx_sft_moe needs the OpenMP library" in done.stderr
+
+
 # Stubs.
 
 # What pybind11 and the import system add to every module and class.
