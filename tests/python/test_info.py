@@ -106,7 +106,7 @@ def test_command_line_with_torch() -> None:
         [sys.executable, "-m", "amx_sft_moe", "info", "--json", "--with-torch"],
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=300,
         check=True,
     )
     assert len(json.loads(done.stdout)["openmp_libraries"]) == 1
