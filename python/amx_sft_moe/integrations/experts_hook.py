@@ -75,7 +75,7 @@ class ExpertsHook:
         active = active_adapters_on(module)
         try:
             experts = self._experts(module, hidden_states, top_k_index, top_k_weights)
-            lora = lora_of(module, active, experts.num_experts)
+            lora = lora_of(module, active, experts.num_experts, transposed=False, interleaved=False)
         except NotUnderstoodError as reason:
             self._warn_once(type(module).__name__, str(reason))
             with ExitStack() as adapted:
