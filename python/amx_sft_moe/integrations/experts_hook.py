@@ -14,7 +14,7 @@ from torch import nn
 from amx_sft_moe.autograd import sft_moe
 from amx_sft_moe.integrations.adapters_in_use import NotUnderstoodError, lora_of
 from amx_sft_moe.integrations.adapters_in_use import active_on as active_adapters_on
-from amx_sft_moe.layer import ExpertBiases, FrozenExperts
+from amx_sft_moe.layer import ExpertBiases, ExpertWeights
 
 try:
     from transformers import activations
@@ -62,7 +62,7 @@ class ExpertsHook:
         self._kernel = kernel
         self._num_threads = num_threads
         # Keyed weakly by the experts module: what it holds dies with the model, and copies make their own.
-        self._layers: weakref.WeakKeyDictionary[nn.Module, FrozenExperts] = weakref.WeakKeyDictionary()
+        self._layers: weakref.WeakKeyDictionary[nn.Module, ExpertWeights] = weakref.WeakKeyDictionary()
         self._warned: set[str] = set()
 
     def __call__(
@@ -86,14 +86,12 @@ class ExpertsHook:
 
     def _experts(
         self, module: nn.Module, x: torch.Tensor, expert_ids: torch.Tensor, routing_weights: torch.Tensor
-    ) -> FrozenExperts:
+    ) -> ExpertWeights:
         """The layer's base weights, where this call can be taken."""
         _require_layout(module)
         activation = _activation_of(module)
         _require_inputs(x, expert_ids, routing_weights)
         gate_up, down = base_weight(module, "gate_up_proj"), base_weight(module, "down_proj")
-        if torch.is_grad_enabled() and (gate_up.requires_grad or down.requires_grad):
-            raise NotUnderstoodError("base weights require a gradient, which the operator does not compute")
         biases = _biases_of(module) if getattr(module, "has_bias", False) else ExpertBiases()
         top_k = expert_ids.shape[1]
         found = self._layers.get(module)
@@ -107,7 +105,7 @@ class ExpertsHook:
         ):
             _require_weights(gate_up, down, x.shape[1])
             _require_biases(biases, down)
-            found = FrozenExperts(
+            found = ExpertWeights(
                 top_k=top_k,
                 gate_up_proj=gate_up,
                 down_proj=down,
