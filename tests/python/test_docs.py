@@ -1,0 +1,187 @@
+"""Everything that the pages of ``docs/`` tell people to type is executed here; see pages.py for how."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import textwrap
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+from amx_sft_moe.finetune.tokenizer import train_tokenizer
+from pages import DOCS, EXECUTED, ROOT, Block, Folder, blocks_of, program, without_numbers
+
+PAGES = sorted(page.name for page in DOCS.glob("*.md"))
+# How many blocks of a page are not executed; each says why, in a comment above it.
+NOT_RUN = {"fine-tune-my-model.md": 2, "llama-factory.md": 2, "profiling.md": 1, "timeline.md": 1}
+
+# A training script as pages call it: some steps of one layer, without torch.
+TRAIN = """
+    import numpy as np
+    import amx_sft_moe
+
+    E, H, I, k, T, r = 4, 32, 16, 2, 24, 3
+    random = np.random.default_rng(0)
+    def new(*shape):
+        return random.normal(size=shape).astype(np.float32)
+    op = amx_sft_moe.SftMoe(E, k, H, I, name="layers.0")
+    op.set_base(gate_up_proj=new(E, 2 * I, H), down_proj=new(E, H, I))
+    op.set_lora(down_lora_a=new(E, r, I), down_lora_b=new(E, H, r))
+    for step in range(6):
+        op.forward_sft(new(T, H), random.integers(0, E, (T, k)), new(T, k))
+        op.backward(new(T, H))
+"""
+
+
+@pytest.fixture(scope="module")
+def material(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with what pages take for granted: a checkpoint with its tokenizer, data, sources."""
+    folder = tmp_path_factory.mktemp("docs")
+    pairs = [{"prompt": f"Count to {n}:", "completion": " ".join(map(str, range(n)))} for n in range(2, 42)]
+    (folder / "pairs.jsonl").write_text("".join(json.dumps(pair) + "\n" for pair in pairs))
+    tokenizer = train_tokenizer([pair["prompt"] + pair["completion"] for pair in pairs], 300, 64)
+    tokenizer.save_pretrained(folder / "my-model")
+    config = Qwen3MoeConfig(
+        vocab_size=300,
+        hidden_size=64,
+        intermediate_size=96,
+        moe_intermediate_size=48,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=16,
+        num_experts=8,
+        num_experts_per_tok=2,
+        max_position_embeddings=256,
+        bos_token_id=None,
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
+    )
+    torch.manual_seed(0)
+    model = Qwen3MoeForCausalLM(config).to(torch.bfloat16)
+    model.save_pretrained(folder / "my-model", max_shard_size="200KB")  # several shards, as most have
+    (folder / "train.py").write_text(textwrap.dedent(TRAIN))
+    (folder / "amx-sft-moe").symlink_to(ROOT)
+    return folder
+
+
+@pytest.mark.parametrize("name", PAGES)
+def test_page(name: str, material: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    blocks = blocks_of(DOCS / name)
+    if not any(block.runs for block in blocks):
+        return
+    folder = tmp_path / "page"
+    shutil.copytree(material, folder, symlinks=True)
+    monkeypatch.chdir(folder)
+    running = Folder(folder)
+    (folder / "main.cpp").write_text(program(blocks))
+    (folder / "installed").mkdir()
+    if any(block.compiler_only for block in blocks):
+        running.check_program(blocks)
+    for block in blocks:
+        running.run(block)
+
+
+def test_what_is_not_run_says_why() -> None:
+    left_out = {name: [b for b in blocks_of(DOCS / name) if "not run" in b.marks] for name in PAGES}
+    assert {name: len(found) for name, found in left_out.items() if found} == NOT_RUN
+    assert all(len(block.marks["not run"]) > 10 for found in left_out.values() for block in found)
+
+
+def test_every_program_is_compiled() -> None:
+    """cpp blocks run only where a page compiles main.cpp."""
+    for name in PAGES:
+        blocks = blocks_of(DOCS / name)
+        if any(block.language == "cpp" and block.runs for block in blocks):
+            assert any(block.runs and "main.cpp" in block.code and "./main" in block.code for block in blocks)
+
+
+def test_links_lead_somewhere() -> None:
+    for name in PAGES:
+        text = (DOCS / name).read_text(encoding="utf-8")
+        for target, anchor in re.findall(r"\]\((?!https?:)([^)#]*)#?([^)]*)\)", text):
+            file = (DOCS / target).resolve() if target else DOCS / name
+            assert file.exists(), f"docs/{name}: {target}"
+            if anchor:
+                titles = re.findall(r"^#+ (.*)$", file.read_text(encoding="utf-8"), re.MULTILINE)
+                anchors = [re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in titles]
+                assert anchor in anchors, f"docs/{name}: {target}#{anchor}"
+
+
+def test_the_index_has_every_page() -> None:
+    index = (DOCS / "README.md").read_text(encoding="utf-8")
+    assert set(re.findall(r"^\| \[([^\]]*)\]", index, re.MULTILINE)) == {*PAGES} - {"README.md"}
+
+
+PAGE = """Text.
+
+<!-- test: 500 => 2 -->
+```bash
+echo 500
+```
+<!-- output -->
+```text
+7
+```
+"""
+
+
+class TestTheTestItself:
+    """That it sees what it should."""
+
+    @staticmethod
+    def blocks(text: str, folder: Path) -> list[Block]:
+        (folder / "page.md").write_text(text)
+        return blocks_of(folder / "page.md")
+
+    def test_blocks(self, tmp_path: Path) -> None:
+        command, output = self.blocks(PAGE, tmp_path)
+        assert (command.language, command.code, command.line, command.runs) == ("bash", "echo 2\n", 4, True)
+        assert not output.runs
+        folder = Folder(tmp_path)
+        folder.run(command)
+        folder.run(output)
+
+    @pytest.mark.parametrize("code", ["false", "false | true", "echo $unset", "no-such-command"])
+    def test_a_command_that_fails(self, code: str, tmp_path: Path) -> None:
+        [block] = self.blocks(f"```bash\n{code}\ntrue\n```\n", tmp_path)
+        with pytest.raises(AssertionError, match="page.md"):
+            Folder(tmp_path).run(block)
+
+    def test_other_output(self, tmp_path: Path) -> None:
+        command, output = self.blocks(PAGE.replace("echo", "echo no"), tmp_path)
+        folder = Folder(tmp_path)
+        folder.run(command)
+        folder.run(output)  # numbers are not compared, and "no" is not asked for
+        [_, other] = self.blocks(PAGE.replace("\n7\n", "\n7 s\n"), tmp_path)
+        with pytest.raises(AssertionError, match="not printed: 7 s"):
+            folder.run(other)
+
+    def test_python(self, tmp_path: Path) -> None:
+        first, second = self.blocks("```python\nx = 1\n```\n\n```python\nassert x == 2\n```\n", tmp_path)
+        folder = Folder(tmp_path)
+        folder.run(first)
+        with pytest.raises(AssertionError):
+            folder.run(second)
+
+    @pytest.mark.parametrize(
+        "text",
+        [
+            "```\ncode\n```\n",
+            "```bash\necho 1\n",
+            "Text.\n\n    indented\n",
+            "<!-- test: 3 => 4 -->\n```bash\necho 1\n```\n",
+            "<!-- tset: 1 => 4 -->\n```bash\necho 1\n```\n",
+        ],
+    )
+    def test_what_is_not_understood(self, text: str, tmp_path: Path) -> None:
+        with pytest.raises(ValueError, match="page.md"):
+            self.blocks(text, tmp_path)
+
+    def test_numbers(self) -> None:
+        assert without_numbers("  1,024 of 3.5e-06   in 1.19 GiB") == "# of # in #"
+        assert EXECUTED == ("bash", "python", "cpp", "cmake")
