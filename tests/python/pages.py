@@ -1,10 +1,10 @@
 """The pages of ``docs/`` as programs: their blocks of code, found and executed in order.
 
-What counts is fenced with its language; indented code is refused. ``bash`` runs in bash, ``python`` in one namespace
-a page, ``cpp`` blocks of a page become one program ``main.cpp`` (a block that begins with ``#include`` stands at its
-top, the others in ``main``) which a ``bash`` block of the page compiles and runs, ``cmake`` blocks are each configured
-as a project. ``text``, ``json`` and ``yaml`` are shown, not run. A page runs in a folder of its own. Comments right
-above a fence, which readers do not see:
+What counts is fenced with its language; indented code is refused. ``bash`` runs in bash, ``python`` in one
+namespace a page, ``cpp`` blocks of a page become one program ``main.cpp`` (a block that begins with
+``#include`` stands at its top, the others in ``main``) which a ``bash`` block of the page compiles and runs,
+``cmake`` blocks are each configured as a project. ``text``, ``json`` and ``yaml`` are shown, not run. A page
+runs in a folder of its own. Comments right above a fence, which readers do not see:
 
     <!-- not run: reason -->            the block is not executed
     <!-- test: ABC => XYZ -->           XYZ in the place of ABC, for smaller sizes

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import shutil
+import subprocess
+import sys
 import textwrap
 from pathlib import Path
 
@@ -14,10 +17,11 @@ from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from amx_sft_moe.finetune.tokenizer import train_tokenizer
 from pages import DOCS, EXECUTED, ROOT, Block, Folder, blocks_of, program, without_numbers
+from timelines import global_tid, write_nsys
 
 PAGES = sorted(page.name for page in DOCS.glob("*.md"))
 # How many blocks of a page are not executed; each says why, in a comment above it.
-NOT_RUN = {"fine-tune-my-model.md": 2, "llama-factory.md": 2, "profiling.md": 1, "timeline.md": 1}
+NOT_RUN = {"fine-tune-my-model.md": 2, "llama-factory.md": 2, "profiling.md": 1}
 
 # A training script as pages call it: some steps of one layer, without torch.
 TRAIN = """
@@ -66,20 +70,37 @@ def material(tmp_path_factory: pytest.TempPathFactory) -> Path:
     model.save_pretrained(folder / "my-model", max_shard_size="200KB")  # several shards, as most have
     (folder / "train.py").write_text(textwrap.dedent(TRAIN))
     (folder / "amx-sft-moe").symlink_to(ROOT)
+    (folder / "installed").mkdir()
     return folder
 
 
+@pytest.fixture(scope="module")
+def recorded(material: Path) -> Path:
+    """The same, with recorded steps."""
+    files = {"TIMER": "json", "TIMER_FILE": "steps.jsonl", "TRACE": "trace.json"}
+    variables = {f"AMX_SFT_MOE_{name}": value for name, value in files.items()}
+    command = [sys.executable, "train.py"]
+    subprocess.run(command, check=True, cwd=material, env=os.environ | variables, timeout=100)
+    for copy in ("before.jsonl", "after.jsonl"):
+        shutil.copy(material / "steps.jsonl", material / copy)
+    ranges = [(start, start + 40, 59, "amx_sft_moe", global_tid(40, 41), None, 0) for start in (100, 200)]
+    write_nsys(material / "run.sqlite", {"NVTX_EVENTS": ranges}, {})
+    return material
+
+
 @pytest.mark.parametrize("name", PAGES)
-def test_page(name: str, material: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_page(
+    name: str, request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     blocks = blocks_of(DOCS / name)
     if not any(block.runs for block in blocks):
         return
+    material: Path = request.getfixturevalue("recorded" if name == "timeline.md" else "material")
     folder = tmp_path / "page"
     shutil.copytree(material, folder, symlinks=True)
     monkeypatch.chdir(folder)
     running = Folder(folder)
     (folder / "main.cpp").write_text(program(blocks))
-    (folder / "installed").mkdir()
     if any(block.compiler_only for block in blocks):
         running.check_program(blocks)
     for block in blocks:
@@ -149,7 +170,7 @@ class TestTheTestItself:
     @pytest.mark.parametrize("code", ["false", "false | true", "echo $unset", "no-such-command"])
     def test_a_command_that_fails(self, code: str, tmp_path: Path) -> None:
         [block] = self.blocks(f"```bash\n{code}\ntrue\n```\n", tmp_path)
-        with pytest.raises(AssertionError, match="page.md"):
+        with pytest.raises(AssertionError, match=r"page\.md"):
             Folder(tmp_path).run(block)
 
     def test_other_output(self, tmp_path: Path) -> None:
@@ -179,7 +200,7 @@ class TestTheTestItself:
         ],
     )
     def test_what_is_not_understood(self, text: str, tmp_path: Path) -> None:
-        with pytest.raises(ValueError, match="page.md"):
+        with pytest.raises(ValueError, match=r"page\.md"):
             self.blocks(text, tmp_path)
 
     def test_numbers(self) -> None:

@@ -151,7 +151,7 @@ def test_the_script_for_llama_factory(tmp_path, monkeypatch):
     """With a plain Trainer where LLaMA-Factory would be."""
     page = (ROOT / "docs" / "llama-factory.md").read_text(encoding="utf-8")
     [script] = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
-    [settings] = re.findall(r"(^    ### model\n(?:^    .*\n)+)", page, re.MULTILINE)
+    [settings] = re.findall(r"```yaml\n(.*?)```", page, re.DOTALL)
     (tmp_path / "settings.yaml").write_text(settings)
     trainers = []
 
