@@ -42,6 +42,20 @@ class ActiveAdapters:
 active: ContextVar[tuple[ActiveAdapters, ...]] = ContextVar("amx_sft_moe_active_adapters", default=())
 
 
+# On modules whose calls may come with adapters. Graphs can be guarded by an attribute, by `active` they cannot.
+_MARK = "_amx_sft_moe_adapted"
+
+
+def may_be_adapted(module: nn.Module) -> bool:
+    """Whether calls of ``module`` have come with adapters, or do so now."""
+    return _MARK in module.__dict__ or nn.utils.parametrize.is_parametrized(module)
+
+
+def mark_as_adapted(module: nn.Module) -> None:
+    """Says that calls of ``module`` may come with adapters."""
+    module.__dict__[_MARK] = True
+
+
 def active_on(module: nn.Module) -> list[ActiveAdapters]:
     """The adapters of the current call of ``module``, marked as used."""
     found = [adapters for adapters in active.get() if adapters.module is module]
@@ -50,17 +64,26 @@ def active_on(module: nn.Module) -> list[ActiveAdapters]:
     return found
 
 
-def lora_of(module: nn.Module, adapters: list[ActiveAdapters], num_experts: int) -> LoraFactors:
-    """Factors of ``gate_up_proj`` and ``down_proj``, several adapters as one of their summed rank."""
+def lora_of(
+    module: nn.Module, adapters: list[ActiveAdapters], num_experts: int, *, transposed: bool, interleaved: bool
+) -> LoraFactors:
+    """Factors of ``gate_up_proj`` and ``down_proj``, several adapters as one of their summed rank.
+
+    Args:
+        transposed: whether the module's weights are ``[E, in, out]``.
+        interleaved: whether rows of gate and up alternate in them.
+    """
     factors: dict[str, list[Factors]] = {"gate_up_proj": [], "down_proj": []}
     for one in adapters:
         factors[one.parameter] += one.read()
     for name, found in factors.items():
         if nn.utils.parametrize.is_parametrized(module, name):
-            found += _of_proxies(module.parametrizations[name], name)
+            found += _of_proxies(module.parametrizations[name], name, transposed)
         for a, b, _ in found:
             _require_factors(name, a, b, num_experts)
     gate_up_a, gate_up_b, gate_up_scaling = _as_one(factors["gate_up_proj"])
+    if interleaved and gate_up_b is not None:
+        gate_up_b = gate_rows_first(gate_up_b)
     down_a, down_b, down_scaling = _as_one(factors["down_proj"])
     return LoraFactors(
         (gate_up_a, gate_up_b, None, None, down_a, down_b),
@@ -69,15 +92,36 @@ def lora_of(module: nn.Module, adapters: list[ActiveAdapters], num_experts: int)
     )
 
 
-def _of_proxies(parametrizations: nn.Module, name: str) -> list[Factors]:
+def _of_proxies(parametrizations: nn.Module, name: str, transposed: bool) -> list[Factors]:
     found = []
     for proxy in parametrizations:
         if not all(hasattr(proxy, part) for part in ("lhs", "rhs", "scaling")):
             raise NotUnderstoodError(
                 f"expected LoRA factors on {name}, got a parametrization {type(proxy).__name__}"
             )
-        found.append((proxy.rhs, proxy.lhs, proxy.scaling))
+        found.append(in_out_by_in(proxy.lhs, proxy.rhs, proxy.scaling, transposed))
     return found
+
+
+def in_out_by_in(lhs: torch.Tensor, rhs: torch.Tensor, scaling: float, transposed: bool) -> Factors:
+    """``scaling lhs rhs``, which is added to a parameter as it is stored, as factors of its weight ``[E, out,
+    in]``.
+
+    Args:
+        transposed: whether the parameter is ``[E, in, out]``.
+    """
+    if transposed:
+        lhs, rhs = rhs.transpose(1, 2), lhs.transpose(1, 2)
+    return rhs, lhs, scaling
+
+
+def gate_rows_first(lora_b: torch.Tensor) -> torch.Tensor:
+    """B ``[E, 2I, r]`` whose rows of gate and up alternate, gate's before up's: a copy, differentiable."""
+    if lora_b.stride(0) == 1:
+        # As PEFT keeps it, experts last: rows of r E elements move as they are.
+        rows = lora_b.permute(1, 2, 0)
+        return rows.unflatten(0, (-1, 2)).transpose(0, 1).flatten(0, 1).permute(2, 0, 1)
+    return lora_b.unflatten(1, (-1, 2)).transpose(1, 2).flatten(1, 2)
 
 
 def _require_factors(name: str, a: torch.Tensor, b: torch.Tensor, num_experts: int) -> None:

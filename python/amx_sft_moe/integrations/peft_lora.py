@@ -23,7 +23,14 @@ import peft
 from peft.tuners.lora import layer as peft_layer
 from torch import nn
 
-from amx_sft_moe.integrations.adapters_in_use import ActiveAdapters, Factors, NotUnderstoodError, active
+from amx_sft_moe.integrations.adapters_in_use import (
+    ActiveAdapters,
+    Factors,
+    NotUnderstoodError,
+    active,
+    in_out_by_in,
+    mark_as_adapted,
+)
 
 logger = logging.getLogger("amx_sft_moe")
 
@@ -64,6 +71,7 @@ def install(is_ours: Callable[[nn.Module], bool]) -> bool:
             read=lambda: [factors_of(self, name) for name in names],
             as_peft_does_it=lambda: _as_peft_does_it(original, self, active_adapters),
         )
+        mark_as_adapted(module)
         token = active.set((*active.get(), adapters))
         try:
             yield
@@ -89,10 +97,6 @@ def _as_peft_does_it(
 
 def factors_of(wrapper: Any, adapter: str) -> Factors:
     """A ``[E, r, in]``, B ``[E, out, r]`` as views of a wrapper's parameters, and the adapter's scaling."""
-    if not getattr(wrapper, "_did_swap_in_out_features", False):
-        raise NotUnderstoodError(
-            "expected LoRA on a parameter [E, out, in], got one that PEFT holds as [E, in, out]"
-        )
     if adapter in getattr(wrapper, "lora_variant", {}):
         raise NotUnderstoodError(
             f"expected plain LoRA, got the variant {type(wrapper.lora_variant[adapter]).__name__}"
@@ -100,8 +104,9 @@ def factors_of(wrapper: Any, adapter: str) -> Factors:
     a = wrapper.lora_A[adapter].weight
     b = wrapper.lora_B[adapter].weight
     experts = wrapper.num_experts
-    return (
-        a.reshape(experts, -1, a.shape[-1]),
-        b.reshape(b.shape[0], -1, experts).permute(2, 0, 1),
-        wrapper.scaling[adapter],
-    )
+    a, b = a.reshape(experts, -1, a.shape[-1]), b.reshape(b.shape[0], -1, experts).permute(2, 0, 1)
+    # What PEFT adds to the parameter as it is stored: B A, or its transpose where it took [E, in, out] for it.
+    swapped = getattr(wrapper, "_did_swap_in_out_features", False)
+    lhs, rhs = (b, a) if swapped else (a.transpose(1, 2), b.transpose(1, 2))
+    transposed = bool(getattr(wrapper.get_base_layer(), "is_transposed", False))
+    return in_out_by_in(lhs, rhs, wrapper.scaling[adapter], transposed)
