@@ -174,29 +174,39 @@ def _adjacent(tensor: torch.Tensor) -> torch.Tensor:
 
 # PEFT keeps B of all experts as [out, r, E]: seen by expert, each element lies on a cache line of its own,
 # and torch copies such permutations element by element. Turned as one matrix [out r, E], both ways are some
-# 10 times faster. Only the parameter itself is saved for backward, never the turned copy.
+# 10 times faster. (peft 0.18 has A [in, r, E] instead, gpt-oss every second row.) Only the parameter itself is
+# saved for backward, never the turned copy.
 
 
 def _has_expert_last(factor: torch.Tensor) -> bool:
     experts, rows, cols = factor.shape
-    return experts > 1 and rows * cols > 1 and factor.stride() == (1, cols * experts, experts)
+    inner = min(factor.stride()[1:])
+    return experts > 1 and rows * cols > 1 and factor.stride(0) == 1 and inner >= experts
+
+
+def _has_columns_outside(factor: torch.Tensor) -> bool:
+    return factor.stride(2) > factor.stride(1)
 
 
 def _by_expert(factor: torch.Tensor | None) -> torch.Tensor | None:
     """The factor ``[E, rows, cols]`` with each expert's matrix in one piece."""
     if factor is None or factor.dim() != 3 or not _has_expert_last(factor):
         return factor
+    if _has_columns_outside(factor):
+        return _by_expert(factor.transpose(1, 2)).transpose(1, 2)
     experts, rows, cols = factor.shape
-    return factor.detach().permute(1, 2, 0).view(rows * cols, experts).t().contiguous().view(factor.shape)
+    return factor.detach().permute(1, 2, 0).reshape(rows * cols, experts).t().contiguous().view(factor.shape)
 
 
 def laid_out_like(factor: torch.Tensor, grad: torch.Tensor) -> torch.Tensor:
-    """A contiguous gradient ``[E, rows, cols]`` in the strides of its factor, so that autograd need not copy
-    it."""
+    """A contiguous gradient ``[E, rows, cols]`` in the order of its factor's strides, so that autograd need not
+    copy it."""
     if grad.dim() != 3 or not _has_expert_last(factor):
         return grad
+    if _has_columns_outside(factor):
+        return laid_out_like(factor.transpose(1, 2), grad.transpose(1, 2)).transpose(1, 2)
     experts, rows, cols = factor.shape
-    return grad.view(experts, rows * cols).t().contiguous().view(rows, cols, experts).permute(2, 0, 1)
+    return grad.reshape(experts, rows * cols).t().contiguous().view(rows, cols, experts).permute(2, 0, 1)
 
 
 def sft_moe(

@@ -16,7 +16,12 @@ from torch import nn
 from amx_sft_moe import compiled
 from amx_sft_moe.autograd import LoraFactors, sft_moe
 from amx_sft_moe.errors import StateError
-from amx_sft_moe.integrations.adapters_in_use import NotUnderstoodError, lora_of, may_be_adapted
+from amx_sft_moe.integrations.adapters_in_use import (
+    ActiveAdapters,
+    NotUnderstoodError,
+    lora_of,
+    traced_on,
+)
 from amx_sft_moe.integrations.adapters_in_use import active_on as active_adapters_on
 from amx_sft_moe.integrations.gates import gate_of
 from amx_sft_moe.integrations.layouts import (
@@ -88,20 +93,11 @@ class ExpertsHook:
         active = active_adapters_on(module)
         try:
             layer = self._layer(module, hidden_states, top_k_index, top_k_weights)
-            lora = lora_of(
-                module,
-                active,
-                layer.experts.num_experts,
-                transposed=layer.layout.transposed,
-                interleaved=layer.layout.interleaved,
-            )
+            lora = _lora_of(module, active, layer.experts.num_experts, layer.layout)
             biases = biases_of(module, layer.layout)
         except NotUnderstoodError as reason:
             self.warn_once(type(module).__name__, str(reason))
-            with ExitStack() as adapted:
-                for adapter in active:
-                    adapted.enter_context(adapter.as_peft_does_it())
-                return _default_implementation(module)(module, hidden_states, top_k_index, top_k_weights)
+            return _by_default(module, active, hidden_states, top_k_index, top_k_weights)
         device = hidden_states.device
         if device.type == "cpu":
             return sft_moe(layer.experts, hidden_states, top_k_index, top_k_weights, lora, biases)
@@ -182,19 +178,23 @@ class ExpertsHook:
         inputs = hidden_states, top_k_index, top_k_weights
         if not torch.compiler.is_compiling():
             return self(module, *inputs)
-        if may_be_adapted(module):
-            # Which adapters apply is known to each call anew, not to a graph: it ends here.
+        adapters = traced_on(module)
+        if adapters is None:
             return _outside_of_graphs(self, module, *inputs)
         weights = module._parameters.get("gate_up_proj"), module._parameters.get("down_proj")
         trained = torch.is_grad_enabled() and any(w is not None and w.requires_grad for w in weights)
         dtypes = hidden_states.dtype, top_k_weights.dtype
         found = _plan(self, module, *[tuple(map(int, t.shape[1:])) for t in inputs], *dtypes, trained)
         if found is None:
-            return _default_implementation(module)(module, *inputs)
-        handle, saved, transposed, interleaved, biased = found
-        biases = biases_of(module, Layout(transposed, interleaved, biased))
+            return _by_default(module, adapters, *inputs)
+        handle, saved, num_experts, *flags = found
+        layout = Layout(*flags)
+        try:
+            lora = _lora_of(module, adapters, num_experts, layout)
+        except NotUnderstoodError:  # said by the eager call that follows
+            return _by_default(module, adapters, *inputs)
         on_cpu = [tensor.to("cpu") for tensor in inputs]
-        y = compiled.sft_moe((handle, saved), *on_cpu, LoraFactors(), biases)
+        y = compiled.sft_moe((handle, saved), *on_cpu, lora, biases_of(module, layout))
         return y.to(hidden_states.device)
 
     def in_graph(self, module: nn.Module, hidden: int, top_k: int) -> _LayerInGraph:
@@ -220,7 +220,7 @@ class _LayerInGraph:
         module = self._module()
         name = type(module).__name__
         if active_adapters_on(module):
-            raise StateError(f"{name}: expected no LoRA in a graph compiled without, got some")
+            raise StateError(f"{name}: expected no LoRA beside that of the compiled graph, got some")
         try:
             layer = self._hook._layer_for(module, *self.shape)
         except NotUnderstoodError as reason:
@@ -240,10 +240,10 @@ def _plan(
     x_dtype: torch.dtype,
     routing_dtype: torch.dtype,
     trained: bool,
-) -> tuple[int, torch.dtype, bool, bool, bool] | None:
-    """How a graph calls the layer: handle, dtype of what is saved, and the parts of its layout; None where the
-    default implementation runs. Asked once, while dynamo traces; extents are those after the number of
-    tokens."""
+) -> tuple[int, torch.dtype, int, bool, bool, bool] | None:
+    """How a graph calls the layer: handle, dtype of what is saved, number of experts, parts of its layout; None
+    where the default implementation runs. Asked once, while dynamo traces; extents are those after the number
+    of tokens."""
     try:
         _require_inputs(hidden, ids, routes, x_dtype, routing_dtype)
         with torch.set_grad_enabled(trained):
@@ -251,9 +251,9 @@ def _plan(
     except NotUnderstoodError as reason:
         hook.warn_once(type(module).__name__, str(reason))
         return None
-    handle, saved = compiled.handle_of(layer)
     layout = layer.layout
-    return handle, saved, layout.transposed, layout.interleaved, layout.biased
+    num_experts = layer.experts().num_experts
+    return *compiled.handle_of(layer), num_experts, layout.transposed, layout.interleaved, layout.biased
 
 
 def _require_inputs(
@@ -274,8 +274,23 @@ def _require_inputs(
             raise NotUnderstoodError(f"expected {name} in bfloat16 or float32, got {dtype}")
 
 
+def _lora_of(
+    module: nn.Module, adapters: list[ActiveAdapters], num_experts: int, layout: Layout
+) -> LoraFactors:
+    how = {"transposed": layout.transposed, "interleaved": layout.interleaved}
+    return lora_of(module, adapters, num_experts, **how)
+
+
+def _by_default(module: nn.Module, adapters: list[ActiveAdapters], *inputs: torch.Tensor) -> torch.Tensor:
+    with ExitStack() as adapted:
+        for adapter in adapters:
+            adapted.enter_context(adapter.as_peft_does_it())
+        return _default_implementation(module)(module, *inputs)
+
+
 @torch.compiler.disable
 def _outside_of_graphs(hook: ExpertsHook, module: nn.Module, *inputs: torch.Tensor) -> torch.Tensor:
+    # Where adapters came before the graph that is traced, each call knows anew which apply: it ends here.
     return hook(module, *inputs)
 
 
