@@ -181,11 +181,11 @@ class ExpertsHook:
         adapters = traced_on(module)
         if adapters is None:
             return _outside_of_graphs(self, module, *inputs)
-        weights = module._parameters.get("gate_up_proj"), module._parameters.get("down_proj")
-        trained = torch.is_grad_enabled() and any(w is not None and w.requires_grad for w in weights)
         dtypes = hidden_states.dtype, top_k_weights.dtype
-        found = _plan(self, module, *[tuple(map(int, t.shape[1:])) for t in inputs], *dtypes, trained)
-        if found is None:
+        extents = [tuple(map(int, tensor.shape[1:])) for tensor in inputs]
+        found = _plan(self, module, *extents, *dtypes, torch.is_grad_enabled())
+        # Weights are looked at after the plan, which may lay out their memory: graphs are guarded by strides.
+        if found is None or (torch.is_grad_enabled() and _trains_weights(module)):
             return _by_default(module, adapters, *inputs)
         handle, saved, num_experts, *flags = found
         layout = Layout(*flags)
@@ -239,14 +239,14 @@ def _plan(
     routes: tuple[int, ...],
     x_dtype: torch.dtype,
     routing_dtype: torch.dtype,
-    trained: bool,
+    grad_enabled: bool,
 ) -> tuple[int, torch.dtype, int, bool, bool, bool] | None:
     """How a graph calls the layer: handle, dtype of what is saved, number of experts, parts of its layout; None
     where the default implementation runs. Asked once, while dynamo traces; extents are those after the number
     of tokens."""
     try:
         _require_inputs(hidden, ids, routes, x_dtype, routing_dtype)
-        with torch.set_grad_enabled(trained):
+        with torch.set_grad_enabled(grad_enabled):
             layer = hook.in_graph(module, *hidden, ids[0])
     except NotUnderstoodError as reason:
         hook.warn_once(type(module).__name__, str(reason))
@@ -272,6 +272,11 @@ def _require_inputs(
     for name, dtype in (("hidden_states", x_dtype), ("top_k_weights", routing_dtype)):
         if dtype not in FLOATS:
             raise NotUnderstoodError(f"expected {name} in bfloat16 or float32, got {dtype}")
+
+
+def _trains_weights(module: nn.Module) -> bool:
+    weights = module._parameters.get("gate_up_proj"), module._parameters.get("down_proj")
+    return any(weight is not None and weight.requires_grad for weight in weights)
 
 
 def _lora_of(
