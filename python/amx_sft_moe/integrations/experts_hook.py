@@ -121,6 +121,8 @@ class ExpertsHook:
         weights = {name: base_weight(module, name) for name in ("gate_up_proj", "down_proj")}
         if torch.is_grad_enabled() and any(weight.requires_grad for weight in weights.values()):
             raise NotUnderstoodError("base weights require a gradient, which the operator does not compute")
+        if layout.biased:
+            require_biases(module, layout, weights["down_proj"].shape)
         found = self._layers.get(module)
         if (
             found is None
@@ -145,9 +147,6 @@ class ExpertsHook:
                 made_from=_state_of(weights, top_k),
             )
             self._layers[module] = found
-        if layout.biased:
-            experts = found.experts
-            require_biases(module, experts.num_experts, experts.hidden_size, experts.intermediate_size)
         return found
 
     def _name_of(self, module: nn.Module, before: _Layer | None) -> str:
