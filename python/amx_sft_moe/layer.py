@@ -1,4 +1,4 @@
-"""Frozen experts of one layer, and operators for them: one per thread that asks, all of a thread on one
+"""Base weights of one layer, and operators for them: one per thread that asks, all of a thread on one
 workspace."""
 
 from __future__ import annotations
@@ -16,14 +16,12 @@ from amx_sft_moe.errors import ArgumentError
 from amx_sft_moe.kernels import provider_of
 from amx_sft_moe.sft_moe import as_int, parse_activation
 
+# The order in which the operator has their gradients.
+WEIGHT_NAMES = ("gate_proj", "up_proj", "down_proj", "gate_up_proj")
 
-def require_frozen(name: str, weight: torch.Tensor) -> None:
-    """Raises ArgumentError, naming the weight, where it requires a gradient."""
-    if weight.requires_grad:
-        raise ArgumentError(
-            f"{name}: expected a base weight that requires no gradient (gradients of base weights are not "
-            "computed), got requires_grad=True"
-        )
+
+def _memory_of(tensor: torch.Tensor) -> tuple[int, torch.dtype, tuple[int, ...], tuple[int, ...]]:
+    return tensor.data_ptr(), tensor.dtype, tuple(tensor.shape), tensor.stride()
 
 
 @dataclass(frozen=True)
@@ -52,7 +50,7 @@ class _ThreadState(threading.local):
     def __init__(self) -> None:
         self.workspace = _core.Workspace()
         # Each with the addresses and the name that it was given.
-        self.operators: weakref.WeakKeyDictionary[FrozenExperts, tuple[_core.SftMoe, tuple[int, ...], str]] = (
+        self.operators: weakref.WeakKeyDictionary[ExpertWeights, tuple[_core.SftMoe, tuple[int, ...], str]] = (
             weakref.WeakKeyDictionary()
         )
         self.collects_times = False
@@ -76,14 +74,14 @@ def take_times() -> list[tuple[dict[str, Any], dict[str, Any]]]:
     return [made.take_totals() for made, *_ in _of_this_thread.operators.values()]
 
 
-class FrozenExperts:
+class ExpertWeights:
     """Base weights of one layer: ``gate_up_proj [E, 2I, H]`` (gate rows first) or ``gate_proj``, ``up_proj``
     ``[E, I, H]``, and ``down_proj [E, H, I]``; CPU tensors, all bfloat16 or all float32.
 
     The tensors are kept, not copied. A parameter whose memory moves (``.to()``, FSDP, merging) is noticed at
-    the next use. Weights that require a gradient are refused where one would be recorded: it is not computed.
+    the next use.
 
-    ``biases`` need not be frozen: those that require a gradient receive one.
+    Weights and ``biases`` that require a gradient receive one, those that do not are frozen.
     """
 
     def __init__(
@@ -139,6 +137,21 @@ class FrozenExperts:
         # found, whatever the environment says by then.
         self._options["kernel"] = self.operator().kernel
 
+    def inputs(self, weights: Mapping[str, torch.Tensor] | None = None) -> tuple[torch.Tensor | None, ...]:
+        """The base weights as inputs of autograd, in the order of :data:`WEIGHT_NAMES`: these, or ``weights``,
+        which are views of the same memory."""
+        if weights is None:
+            return tuple([self._weights.get(name) for name in WEIGHT_NAMES])
+        if weights.keys() != self._weights.keys():
+            raise ArgumentError(f"weights: expected {sorted(self._weights)}, got {sorted(weights)}")
+        for name, weight in weights.items():
+            if _memory_of(weight) != _memory_of(own := self._weights[name]):
+                raise ArgumentError(
+                    f"weights[{name!r}]: expected the memory of the experts' {name}, {_memory_of(own)}, got "
+                    f"{_memory_of(weight)} (address, dtype, shape, strides)"
+                )
+        return tuple([weights.get(name) for name in WEIGHT_NAMES])
+
     @property
     def weights(self) -> dict[str, torch.Tensor]:
         """The base weights by name."""
@@ -167,8 +180,3 @@ class FrozenExperts:
         )
         state.operators[self] = (made, addresses, self.name)
         return made
-
-    def require_frozen(self) -> None:
-        """Raises ArgumentError where a base weight requires a gradient, which nobody would compute."""
-        for name, weight in self._weights.items():
-            require_frozen(name, weight)
