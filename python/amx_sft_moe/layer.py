@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,6 +15,22 @@ from amx_sft_moe import _core
 from amx_sft_moe.errors import ArgumentError
 from amx_sft_moe.kernels import provider_of
 from amx_sft_moe.sft_moe import as_int, parse_activation
+
+# One stacked tensor, or one matrix per expert.
+Weight = torch.Tensor | Sequence[torch.Tensor]
+
+
+def _shape_of(name: str, weight: Any) -> torch.Size:
+    """``[E, rows, cols]``; that every matrix has the first one's shape is the operator's to check."""
+    if isinstance(weight, torch.Tensor):
+        shape = weight.shape
+    elif isinstance(weight, Sequence) and weight and all(isinstance(matrix, torch.Tensor) for matrix in weight):
+        shape = torch.Size((len(weight), *weight[0].shape))
+    else:
+        raise TypeError(f"{name}: expected a torch.Tensor or one for each expert, got {type(weight).__name__}")
+    if len(shape) != 3:
+        raise ArgumentError(f"{name}: expected 3 dimensions, got shape {list(shape)}")
+    return shape
 
 
 def require_frozen(name: str, weight: torch.Tensor) -> None:
@@ -78,10 +94,12 @@ def take_times() -> list[tuple[dict[str, Any], dict[str, Any]]]:
 
 class FrozenExperts:
     """Base weights of one layer: ``gate_up_proj [E, 2I, H]`` (gate rows first) or ``gate_proj``, ``up_proj``
-    ``[E, I, H]``, and ``down_proj [E, H, I]``; CPU tensors, all bfloat16 or all float32.
+    ``[E, I, H]``, and ``down_proj [E, H, I]``; CPU tensors, all bfloat16 or all float32. Each is one stacked
+    tensor or a sequence of one matrix per expert, such as views of mapped files.
 
     The tensors are kept, not copied. A parameter whose memory moves (``.to()``, FSDP, merging) is noticed at
-    the next use. Weights that require a gradient are refused where one would be recorded: it is not computed.
+    the next use; the matrices of a sequence must stay in place. Weights that require a gradient are refused
+    where one would be recorded: it is not computed.
 
     ``biases`` need not be frozen: those that require a gradient receive one.
     """
@@ -90,10 +108,10 @@ class FrozenExperts:
         self,
         *,
         top_k: int,
-        down_proj: torch.Tensor,
-        gate_up_proj: torch.Tensor | None = None,
-        gate_proj: torch.Tensor | None = None,
-        up_proj: torch.Tensor | None = None,
+        down_proj: Weight,
+        gate_up_proj: Weight | None = None,
+        gate_proj: Weight | None = None,
+        up_proj: Weight | None = None,
         biases: ExpertBiases | None = None,
         activation: str | Mapping[str, Any] = "silu",
         kernel: str = "auto",
@@ -108,14 +126,13 @@ class FrozenExperts:
             "down_proj": down_proj,
         }
         self._weights = {name: weight for name, weight in given.items() if weight is not None}
+        shapes = {name: _shape_of(name, weight) for name, weight in self._weights.items()}
         for name, weight in self._weights.items():
             if not isinstance(weight, torch.Tensor):
-                raise TypeError(f"{name}: expected a torch.Tensor, got {type(weight).__name__}")
-            if weight.dim() != 3:
-                raise ArgumentError(f"{name}: expected 3 dimensions, got shape {list(weight.shape)}")
+                self._weights[name] = tuple(weight)
         if "down_proj" not in self._weights:
             raise TypeError("down_proj: expected a torch.Tensor, got None")
-        self.num_experts, self.hidden_size, self.intermediate_size = down_proj.shape
+        self.num_experts, self.hidden_size, self.intermediate_size = shapes["down_proj"]
         self.biases = ExpertBiases() if biases is None else biases
         if not isinstance(self.biases, ExpertBiases):
             raise TypeError(f"biases: expected ExpertBiases, got {type(biases).__name__}")
@@ -140,14 +157,16 @@ class FrozenExperts:
         self._options["kernel"] = self.operator().kernel
 
     @property
-    def weights(self) -> dict[str, torch.Tensor]:
+    def weights(self) -> dict[str, Weight]:
         """The base weights by name."""
         return self._weights
 
     def operator(self) -> _core.SftMoe:
         """The calling thread's operator, its base weights where they are now."""
         state = _of_this_thread
-        addresses = tuple([weight.data_ptr() for weight in self._weights.values()])
+        addresses = tuple(
+            [weight.data_ptr() if isinstance(weight, torch.Tensor) else 0 for weight in self._weights.values()]
+        )
         found = state.operators.get(self)
         if found is not None and found[1] == addresses and found[2] is self.name:
             return found[0]
@@ -171,4 +190,5 @@ class FrozenExperts:
     def require_frozen(self) -> None:
         """Raises ArgumentError where a base weight requires a gradient, which nobody would compute."""
         for name, weight in self._weights.items():
-            require_frozen(name, weight)
+            for matrix in (weight,) if isinstance(weight, torch.Tensor) else weight:
+                require_frozen(name, matrix)

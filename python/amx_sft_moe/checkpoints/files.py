@@ -1,4 +1,4 @@
-"""The safetensors files of a checkpoint: which tensor lies in which, and tensors as views of the mapped files."""
+"""The safetensors files of a checkpoint: which tensor lies in which, and tensors as views of the maps."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ class CheckpointFiles:
         directory: holds ``model.safetensors``, or ``model.safetensors.index.json`` and its shards.
 
     Raises:
-        ArgumentError: no such files; a shard is missing, cut off or no safetensors file; a tensor of the index is
-            not in its shard. The message names the file.
+        ArgumentError: no such files; a shard is missing, cut off or no safetensors file; a tensor of the index
+            is not in its shard. The message names the file.
     """
 
     def __init__(self, directory: str | os.PathLike[str]) -> None:
@@ -89,7 +89,7 @@ def _listed_files(directory: Path) -> dict[Path, set[str] | None]:
         return {directory / WHOLE: None}
     index = directory / INDEX
     if not index.is_file():
-        raise ArgumentError(f"{directory}: expected {WHOLE} or {INDEX}, got no *.safetensors file of these names")
+        raise ArgumentError(f"{directory}: expected {WHOLE} or {INDEX}, got neither")
     try:
         weight_map = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
         listed: dict[Path, set[str] | None] = {}

@@ -18,7 +18,12 @@ from amx_sft_moe.checkpoints import transposed
 from amx_sft_moe.checkpoints.files import CheckpointFiles
 from amx_sft_moe.checkpoints.plan import Plan, make_plan, routed_experts
 from amx_sft_moe.errors import ArgumentError
-from amx_sft_moe.integrations.mapped_experts import MappedStack, as_parameter, mapped_bytes
+from amx_sft_moe.integrations.mapped_experts import (
+    MappedStack,
+    as_parameter,
+    mapped_bytes,
+    refuse_merging,
+)
 
 logger = logging.getLogger("amx_sft_moe")
 
@@ -36,18 +41,19 @@ def load_model(
 ) -> PreTrainedModel:
     """A causal language model of a local safetensors checkpoint, its routed experts left in the mapped files.
 
-    Works for every architecture of transformers whose experts go by its ``experts_implementation``. Which tensor
-    belongs where is read from transformers' own conversion rules:
+    Works for every architecture of transformers whose experts go by its ``experts_implementation``. Which
+    tensor belongs where is read from transformers' own conversion rules:
 
-    - one tensor per expert (``experts.0.gate_proj.weight``): used as they lie. The model's stacked parameters are
-      frozen and take no memory; what they can and cannot do is in :class:`MappedStack`;
+    - one tensor per expert (``experts.0.gate_proj.weight``): used as they lie. The model's stacked parameters
+      are frozen and take no memory; what they can and cannot do is said at
+      :class:`amx_sft_moe.integrations.mapped_experts.MappedStack`;
     - fused ``[E, 2I, H]``, ``[E, H, I]``: mapped as they lie, ordinary parameters;
-    - fused ``[E, in, out]`` (gpt-oss), in bf16, fp32 or mxfp4: written once, in the other orientation and bf16 where it
-      was mxfp4, into ``cache_dir``, expert by expert with a progress bar, then mapped. An interrupted conversion
-      goes on where it was; a changed checkpoint is converted anew.
+    - fused ``[E, in, out]`` (gpt-oss), in bf16, fp32 or mxfp4: written once, in the other orientation and in
+      bf16 where it was mxfp4, into ``cache_dir``, expert by expert with a progress bar, then mapped. An
+      interrupted conversion goes on where it was; a changed checkpoint is converted anew.
 
-    Everything else is loaded by transformers. Where a file's dtype is not the one asked for, or experts are made by
-    rules other than stacking, transformers loads them too, into memory, and a warning says why.
+    Everything else is loaded by transformers. Where a file's dtype is not the one asked for, or experts are
+    made by rules other than stacking, transformers loads them too, into memory, and a warning says why.
 
     The model refers to the files as long as it lives: do not overwrite them.
 
@@ -56,13 +62,14 @@ def load_model(
         dtype: torch.bfloat16 or torch.float32; ``None``: that of the experts in the files, bfloat16 for mxfp4.
         experts_implementation: a registered name; ``"amx_sft_moe"`` is registered with default options if it is
             not yet.
-        cache_dir: for experts in another orientation; ``None``: a folder ``amx_sft_moe-experts`` in ``directory``.
+        cache_dir: for experts in another orientation; ``None``: the folder ``amx_sft_moe-experts`` of
+            ``directory``.
         progress: whether a one-time conversion shows a bar on standard error.
         options: go to ``from_pretrained``, such as ``attn_implementation``.
 
     Raises:
-        ArgumentError: no such checkpoint, a shard missing or cut off, an expert missing, routed experts that the
-            architecture does not have, a quantisation other than mxfp4, no space for ``cache_dir``.
+        ArgumentError: no such checkpoint; a shard missing or cut off, an expert or another weight missing; an
+            architecture without routed experts; a quantisation other than mxfp4; no space for ``cache_dir``.
     """
     if dtype is not None and dtype not in _FLOATS:
         raise TypeError(f"dtype: expected torch.bfloat16 or torch.float32, got {dtype}")
@@ -75,8 +82,9 @@ def load_model(
     plan = make_plan(meta, files)
     dtype = _dtype_of(plan, files, config) if dtype is None else dtype
     _copy_other_dtypes(plan, files, dtype)
-    for parameter, reason in plan.copied.items():
-        logger.warning("%s is loaded into memory, not mapped: %s", parameter, reason)
+    for reason, parameters in _by_reason(plan.copied).items():
+        rest = f" and {len(parameters) - 1} more expert weights" if len(parameters) > 1 else ""
+        logger.warning("%s%s loaded into memory, not mapped: %s", parameters[0], rest, reason)
     state = {name: files.tensor(name) for name in plan.others}
     stacks = {name: _stack(files, name, parts) for name, parts in plan.stacked.items()}
     # Stand in for the stacks while transformers loads: views of one number, which take no memory either.
@@ -84,6 +92,12 @@ def load_model(
     state |= {name: nothing.expand(stack.shape) for name, stack in stacks.items()}
     conversions = [transposed.of_transposed(files, *item) for item in plan.transposed.items()]
     conversions += [transposed.of_mxfp4(files, name, *pair) for name, pair in plan.mxfp4.items()]
+    shapes = {one.parameter: (one.shape[0], one.shape[2], one.shape[1]) for one in conversions}
+    shapes |= {target: files.shape(name) for name, target in plan.others.items() if target}
+    shapes |= {name: files.shape(source) for name, source in plan.fused.items()}
+    shapes |= {name: tuple(stack.shape) for name, stack in stacks.items()}
+    _require_shapes(directory, meta, shapes)
+    state |= {name: files.tensor(source) for name, source in plan.fused.items()}
     state |= transposed.converted(files, conversions, cache_dir, progress)
     model = _load(type(meta), config, directory, state, dtype, experts_implementation, options)
     for name, stack in stacks.items():
@@ -91,6 +105,7 @@ def load_model(
         setattr(model.get_submodule(path), leaf, as_parameter(stack))
     model._weight_conversions = [rule for rule in plan.rules if rule.was_used()]
     if stacks:
+        refuse_merging()
         logger.info("%.1f GB of expert weights stay in %s", mapped_bytes(model) / 1e9, directory)
     return model
 
@@ -118,9 +133,9 @@ def read_config(directory: str | os.PathLike[str]) -> PreTrainedConfig:
     method = quantization.get("quant_method")
     if quantization and method != "mxfp4":
         raise ArgumentError(
-            f"{path}: expected weights in bfloat16, float32 or mxfp4, got quantization_config with quant_method "
-            f"{method!r}; write a bfloat16 copy first, such as from_pretrained(..., dtype=torch.bfloat16, "
-            "quantization_config=FineGrainedFP8Config(dequantize=True)) and save_pretrained for fp8"
+            f"{path}: expected weights in bfloat16, float32 or mxfp4, got quant_method {method!r}; write a "
+            "bfloat16 copy first, for fp8 by from_pretrained(..., dtype=torch.bfloat16, "
+            "quantization_config=FineGrainedFP8Config(dequantize=True)) and save_pretrained"
         )
     try:
         config = AutoConfig.from_pretrained(directory, local_files_only=True)
@@ -151,28 +166,44 @@ def meta_model(config: PreTrainedConfig, directory: str | os.PathLike[str]) -> P
         ) from error
     if next(routed_experts(model), None) is None:
         raise ArgumentError(
-            f"{directory}: expected a model with routed experts (gate_up_proj and down_proj of 3 dimensions behind "
-            f"transformers' experts_implementation), got none in this {config.model_type!r} model"
+            f"{directory}: expected routed experts (gate_up_proj and down_proj of 3 dimensions, run "
+            f"by transformers' experts_implementation), got none in this {config.model_type!r} model"
         )
     return model
 
 
 def _dtype_of(plan: Plan, files: CheckpointFiles, config: PreTrainedConfig) -> torch.dtype:
-    for parameter in (*plan.stacked, *plan.transposed):
+    for parameter in (*plan.stacked, *plan.fused, *plan.transposed):
         found = files.dtype(plan.names(parameter)[0])
         return found if found in _FLOATS else torch.bfloat16
     return config.dtype if config.dtype in _FLOATS else torch.bfloat16
 
 
+def _require_shapes(directory: Path, meta: PreTrainedModel, shapes: dict[str, tuple[int, ...]]) -> None:
+    expected = {name: tuple(tensor.shape) for name, tensor in meta.state_dict().items()}
+    for name, shape in shapes.items():
+        if shape != expected.get(name, shape):
+            raise ArgumentError(
+                f"{directory}: {name}: expected {list(expected[name])} by config.json, got {list(shape)}"
+            )
+
+
+def _by_reason(copied: dict[str, str]) -> dict[str, list[str]]:
+    found: dict[str, list[str]] = {}
+    for parameter, reason in copied.items():
+        found.setdefault(reason, []).append(parameter)
+    return found
+
+
 def _copy_other_dtypes(plan: Plan, files: CheckpointFiles, dtype: torch.dtype) -> None:
     """Leaves to transformers what it has to convert anyhow."""
-    for group in (plan.stacked, plan.transposed):
+    for group in (plan.stacked, plan.fused, plan.transposed):
         for parameter in list(group):
             names = plan.names(parameter)
             kinds = {files.dtype(name) for name in names}
             if kinds != {dtype}:
                 plan.copied[parameter] = f"the files hold {', '.join(sorted(map(str, kinds)))}, not {dtype}"
-                plan.others += names
+                plan.others |= dict.fromkeys(names, "")
                 del group[parameter]
 
 
@@ -190,7 +221,8 @@ def _load(
     options: dict[str, Any],
 ) -> PreTrainedModel:
     if (directory / "generation_config.json").is_file():
-        options.setdefault("generation_config", GenerationConfig.from_pretrained(directory, local_files_only=True))
+        found = GenerationConfig.from_pretrained(directory, local_files_only=True)
+        options = {"generation_config": found, **options}
     model, report = architecture.from_pretrained(
         None,
         config=config,
@@ -205,9 +237,6 @@ def _load(
             f"{directory}: expected all weights of {architecture.__name__}, got no {lost[0]}"
             + (f" and {len(lost) - 1} more" if len(lost) > 1 else "")
         )
-    if wrong := sorted(report["mismatched_keys"]):
-        name, found, expected = wrong[0]
-        raise ArgumentError(f"{directory}: {name}: expected {list(expected)}, got {list(found)}")
     # What PEFT writes into an adapter as its base.
     model.config.name_or_path = model.name_or_path = str(directory)
     return model

@@ -24,6 +24,7 @@ from transformers.core_model_loading import (
 from amx_sft_moe.errors import ArgumentError
 
 WEIGHTS = ("gate_up_proj", "down_proj")
+_MXFP4 = ("blocks", "scales")  # what is appended to a parameter's name
 
 
 @dataclass
@@ -32,12 +33,14 @@ class Plan:
 
     # Parameter to the names of its matrices: parts below each other, in each part one name per expert.
     stacked: dict[str, list[list[str]]] = field(default_factory=dict)
+    # Parameter that lies as the model has it to the name of its tensor.
+    fused: dict[str, str] = field(default_factory=dict)
     # Parameter that lies as [E, in, out] to the name of its tensor.
     transposed: dict[str, str] = field(default_factory=dict)
     # Parameter that lies as [E, in, out] to the names of its mxfp4 blocks and scales.
     mxfp4: dict[str, tuple[str, str]] = field(default_factory=dict)
-    # Tensors that transformers loads itself.
-    others: list[str] = field(default_factory=list)
+    # Tensors that transformers loads itself, and the parameters that they become as they are, where known.
+    others: dict[str, str] = field(default_factory=dict)
     # Parameter to the reason why its tensors are among the others, and are copied.
     copied: dict[str, str] = field(default_factory=dict)
     # The rules that matched; transformers keeps them with the model, to save it in the same form.
@@ -47,7 +50,9 @@ class Plan:
         """All tensors of an expert parameter that is not among the others."""
         if parameter in self.stacked:
             return [name for part in self.stacked[parameter] for name in part]
-        return [self.transposed[parameter]] if parameter in self.transposed else list(self.mxfp4[parameter])
+        if parameter in self.mxfp4:
+            return list(self.mxfp4[parameter])
+        return [self.fused.get(parameter) or self.transposed[parameter]]
 
 
 def routed_experts(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
@@ -78,36 +83,27 @@ def make_plan(model: PreTrainedModel, names: Iterable[str]) -> Plan:
     converter_of = {pattern: rule for rule in converters for pattern in rule.source_patterns}
     meta = model.state_dict()
     sources: dict[str, dict[str, list[str]]] = defaultdict(lambda: defaultdict(list))
+    packed: dict[str, dict[str, str]] = defaultdict(dict)
     plan = Plan(rules=rules)
     # Rules that act in groups expect the order in which transformers loads.
     for name in sorted(names, key=dot_natural_key):
         target, pattern = rename_source_key(name, renamings, converters, model.base_model_prefix, meta)
         if target not in meta and name in meta:
             target, pattern = name, None
-        packed = _packed_parameter(target, modules)
-        if packed is not None:
-            parameter, kind = packed
-            plan.mxfp4[parameter] = (*plan.mxfp4.get(parameter, ()), (kind, name))
+        parameter, _, kind = target.rpartition("_")
+        if kind in _MXFP4 and parameter in modules:
+            packed[parameter][kind] = name
         elif target in modules:
             sources[target][pattern or ""].append(name)
         else:
-            plan.others.append(name)
-    plan.mxfp4 = {parameter: _blocks_and_scales(parameter, found) for parameter, found in plan.mxfp4.items()}
+            plan.others[name] = target if pattern is None else ""
+    for parameter, by_kind in packed.items():
+        if len(by_kind) != len(_MXFP4):
+            raise ArgumentError(f"{parameter}: expected mxfp4 {' and '.join(_MXFP4)}, got only {list(by_kind)}")
+        plan.mxfp4[parameter] = (by_kind["blocks"], by_kind["scales"])
     for parameter, by_pattern in sources.items():
         _place(plan, parameter, modules[parameter], meta[parameter], by_pattern, converter_of)
     return plan
-
-
-def _packed_parameter(target: str, modules: dict[str, nn.Module]) -> tuple[str, str] | None:
-    parameter, _, kind = target.rpartition("_")
-    return (parameter, kind) if kind in ("blocks", "scales") and parameter in modules else None
-
-
-def _blocks_and_scales(parameter: str, found: Any) -> tuple[str, str]:
-    by_kind = dict(found)
-    if set(by_kind) != {"blocks", "scales"}:
-        raise ArgumentError(f"{parameter}: expected mxfp4 blocks and scales, got only {sorted(by_kind)}")
-    return by_kind["blocks"], by_kind["scales"]
 
 
 def _place(
@@ -121,16 +117,13 @@ def _place(
     if list(by_pattern) == [""]:
         # Fused on disk under the parameter's own name.
         (name,) = by_pattern[""]
-        if getattr(module, "is_transposed", False):
-            plan.transposed[parameter] = name
-        else:
-            plan.others.append(name)
+        (plan.transposed if getattr(module, "is_transposed", False) else plan.fused)[parameter] = name
         return
     converter = converter_of.get(next(iter(by_pattern)))
-    reason = _not_one_by_one(module, converter, by_pattern)
+    reason = _not_one_by_one(parameter, module, converter, by_pattern)
     if reason is not None:
         plan.copied[parameter] = reason
-        plan.others += [name for names in by_pattern.values() for name in names]
+        plan.others |= {name: "" for names in by_pattern.values() for name in names}
         return
     experts = meta.shape[0]
     plan.stacked[parameter] = [
@@ -139,20 +132,19 @@ def _place(
 
 
 def _not_one_by_one(
-    module: nn.Module, converter: WeightConverter | None, by_pattern: dict[str, list[str]]
+    parameter: str, module: nn.Module, converter: WeightConverter | None, by_pattern: dict[str, list[str]]
 ) -> str | None:
     """Why the tensors cannot be used as they lie; None where they can."""
     if converter is None or not set(by_pattern) <= set(converter.source_patterns):
         return f"its tensors match several rules, {sorted(by_pattern)}"
     lost = [pattern for pattern in converter.source_patterns if pattern not in by_pattern]
     if lost:
-        raise ArgumentError(f"{converter.target_patterns[0]}: expected tensors {lost[0]}, got none in the checkpoint")
-    kinds = [type(operation) for operation in converter.operations]
-    several = len(converter.source_patterns) > 1
-    if kinds != [MergeModulelist, *([Concatenate] if several else [])] or converter.operations[0].dim != 0:
-        return f"they are made by {[repr(operation) for operation in converter.operations]}"
-    if several and (converter.operations[1].dim != 1 or converter.operations[1].num_shards_attribute is not None):
-        return "parts of an expert are not below each other"
+        raise ArgumentError(f"{parameter}: expected tensors {lost[0]}, got none in the checkpoint")
+    stacking = [MergeModulelist, Concatenate] if len(converter.source_patterns) > 1 else [MergeModulelist]
+    # Experts along dimension 0, parts of an expert below each other.
+    done = [(type(operation), getattr(operation, "dim", None)) for operation in converter.operations]
+    if done != [(kind, number) for number, kind in enumerate(stacking)]:
+        return f"they are made by {[repr(operation) for operation in converter.operations]}, not stacked"
     if getattr(module, "is_transposed", False) or not getattr(module, "is_concatenated", True):
         return "the model holds experts transposed or interleaved"
     return None

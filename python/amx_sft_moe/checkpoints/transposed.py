@@ -1,8 +1,8 @@
 """Experts that a checkpoint holds as ``[E, in, out]``, or packed as mxfp4, written once as ``[E, out, in]``.
 
-The operator reads rows ``[out, in]``. A file with them is made beside the checkpoint, expert by expert, and mapped
-from then on: the model's parameter is its transposed view. An interrupted conversion goes on with the next tensor; a
-changed checkpoint is noticed and converted anew.
+The operator reads rows ``[out, in]``. A file with them is made beside the checkpoint, expert by expert, and
+mapped from then on: the model's parameter is its transposed view. An interrupted conversion goes on with the
+next tensor; a changed checkpoint is noticed and converted anew.
 """
 
 from __future__ import annotations
@@ -64,8 +64,8 @@ def of_transposed(files: CheckpointFiles, parameter: str, name: str) -> Conversi
 
 
 def of_mxfp4(files: CheckpointFiles, parameter: str, blocks_name: str, scales_name: str) -> Conversion:
-    """From mxfp4 blocks ``[E, out, in / 32, 16]`` and scales ``[E, out, in / 32]``, to bfloat16, which holds each of
-    their values exactly."""
+    """From mxfp4 blocks ``[E, out, in / 32, 16]`` and scales ``[E, out, in / 32]``, to bfloat16: it holds
+    each of their values exactly."""
     from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
     blocks, scales = files.tensor(blocks_name), files.tensor(scales_name)
@@ -175,8 +175,8 @@ def _require_space(folder: Path, needed: int) -> None:
     free = shutil.disk_usage(folder).free
     if needed + _RESERVE > free:
         raise ArgumentError(
-            f"cache_dir: expected {needed / 1e9:.1f} GB of free space, for experts in the operator's layout, got "
-            f"{free / 1e9:.1f} GB in {folder}"
+            f"cache_dir: expected {needed / 1e9:.3f} GB of free space for the operator's layout, got "
+            f"{free / 1e9:.3f} GB in {folder}"
         )
 
 
@@ -203,7 +203,9 @@ def _write_all(
                     os.fsync(file.fileno())
                 partial.replace(path)
             except OSError as error:
-                raise ArgumentError(f"cache_dir: expected room to write {path}, got: {error.strerror}") from error
+                raise ArgumentError(
+                    f"cache_dir: expected room to write {path}, got: {error.strerror}"
+                ) from error
             finally:
                 partial.unlink(missing_ok=True)
 

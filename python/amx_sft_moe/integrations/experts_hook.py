@@ -14,6 +14,7 @@ from torch import nn
 from amx_sft_moe.autograd import sft_moe
 from amx_sft_moe.integrations.adapters_in_use import NotUnderstoodError, lora_of
 from amx_sft_moe.integrations.adapters_in_use import active_on as active_adapters_on
+from amx_sft_moe.integrations.mapped_experts import MappedStack, mapped_weights_of
 from amx_sft_moe.layer import ExpertBiases, FrozenExperts
 
 try:
@@ -97,11 +98,13 @@ class ExpertsHook:
         biases = _biases_of(module) if getattr(module, "has_bias", False) else ExpertBiases()
         top_k = expert_ids.shape[1]
         found = self._layers.get(module)
+        mapped = mapped_weights_of(module)
+        weights = {"gate_up_proj": gate_up, "down_proj": down} if mapped is None else mapped
         if (
             found is None
             or (found.top_k, found.activation) != (top_k, activation)
-            or found.weights["gate_up_proj"] is not gate_up
-            or found.weights["down_proj"] is not down
+            or found.weights.keys() != weights.keys()
+            or any(found.weights[name] is not weight for name, weight in weights.items())
             or found.biases.gate_up_bias is not biases.gate_up_bias
             or found.biases.down_bias is not biases.down_bias
         ):
@@ -109,8 +112,7 @@ class ExpertsHook:
             _require_biases(biases, down)
             found = FrozenExperts(
                 top_k=top_k,
-                gate_up_proj=gate_up,
-                down_proj=down,
+                **weights,
                 biases=biases,
                 activation=activation,
                 kernel=self._kernel,
@@ -187,7 +189,7 @@ def _require_inputs(x: torch.Tensor, expert_ids: torch.Tensor, routing_weights: 
 
 def _require_weights(gate_up: torch.Tensor, down: torch.Tensor, hidden: int) -> None:
     for name, weight in (("gate_up_proj", gate_up), ("down_proj", down)):
-        if type(weight) not in (torch.Tensor, nn.Parameter):
+        if type(weight) not in (torch.Tensor, nn.Parameter, MappedStack):
             raise NotUnderstoodError(f"expected {name} as a plain tensor, got {type(weight).__name__}")
         if weight.device.type != "cpu" or weight.dtype not in _FLOATS:
             raise NotUnderstoodError(
@@ -228,6 +230,10 @@ def _require_biases(biases: ExpertBiases, down: torch.Tensor) -> None:
 
 
 def _default_implementation(module: nn.Module) -> Any:
+    if mapped_weights_of(module):
+        return type(
+            module
+        ).forward.__wrapped__  # reads expert by expert: there is no stack to give to grouped_mm
     # What transformers takes where nothing is asked for; "eager" is the class's own loop below its decorator.
     default = moe.ALL_EXPERTS_FUNCTIONS.get("grouped_mm")
     return default if default is not None else type(module).forward.__wrapped__

@@ -2,12 +2,14 @@
 
 transformers holds the experts of a layer in one parameter ``[E, rows, cols]``. Checkpoints mostly hold one
 matrix per expert; stacking them is a copy of the whole model in memory. A :class:`MappedStack` is such a
-parameter to whoever asks for its shape, dtype or size (PEFT, the Trainer, parameter counts) and takes no memory.
-The hook finds the matrices by :func:`mapped_weights_of`.
+parameter to whoever asks for its shape, dtype or size (PEFT, the Trainer, parameter counts), and takes no
+memory. The hook finds the matrices by :func:`mapped_weights_of`.
 """
 
 from __future__ import annotations
 
+import functools
+import importlib.util
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -17,6 +19,7 @@ from torch import nn
 from amx_sft_moe.errors import ArgumentError, StateError
 
 _aten = torch.ops.aten
+_MARK = "_amx_sft_moe_original"
 
 
 class MappedStack(torch.Tensor):
@@ -25,8 +28,8 @@ class MappedStack(torch.Tensor):
     Expert e is the rows of ``parts[0][e]``, ``parts[1][e]``, ... below each other. One expert may be read
     (``stack[e]``, a copy of that expert where it has several parts), parts and experts may be split off
     (``split``, ``chunk``, ``unbind``), which is what saving a model in its checkpoint's form asks for. Anything
-    that would need all experts in one piece, or would write into them, raises StateError. ``.to(device)`` leaves
-    it where it is; another dtype is refused.
+    that would need all experts in one piece, or would write into them, raises StateError. ``.to(device)``
+    leaves it where it is; another dtype is refused.
 
     Args:
         parts: for each part one matrix ``[rows of the part, cols]`` per expert, of one dtype.
@@ -35,6 +38,7 @@ class MappedStack(torch.Tensor):
 
     parts: tuple[tuple[torch.Tensor, ...], ...]
     parameter_name: str
+    halves: tuple[tuple[torch.Tensor, ...], tuple[torch.Tensor, ...]] | None  # gate and up, once asked for
 
     # Everything goes to __torch_dispatch__, where views and copies have few names.
     __torch_function__ = torch._C._disabled_torch_function_impl
@@ -57,6 +61,7 @@ class MappedStack(torch.Tensor):
         made = torch.Tensor._make_wrapper_subclass(cls, shape, dtype=first.dtype, device="cpu")
         made.parts = tuple(tuple(part) for part in parts)
         made.parameter_name = name
+        made.halves = None
         return made
 
     @classmethod
@@ -85,12 +90,19 @@ class MappedStack(torch.Tensor):
             if first <= start and stop <= first + count:
                 return tuple(matrix[start - first : stop - first] for matrix in part)
             first += count
-        raise StateError(f"{self.parameter_name}: expected rows of one matrix, got {start} to {stop} of several")
+        raise StateError(_refusal(self, f"rows {start} to {stop}"))
+
+    def untyped_storage(self) -> torch.UntypedStorage:
+        """That of the first matrix, as an identity: saving looks for parameters that share memory."""
+        return self.parts[0][0].untyped_storage()
+
+    def data_ptr(self) -> int:
+        """Raises StateError: there is no such address."""
+        raise StateError(_refusal(self, "data_ptr"))
 
     def __repr__(self, **options: Any) -> str:
-        return (
-            f"MappedStack({self.parameter_name!r}, shape={list(self.shape)}, dtype={self.dtype}, parts={len(self.parts)})"
-        )
+        shape = list(self.shape)
+        return f"MappedStack({self.parameter_name!r}, {shape=}, dtype={self.dtype}, parts={len(self.parts)})"
 
     def __deepcopy__(self, memo: dict[int, Any]) -> torch.Tensor:
         # Files do not change: a copy of the model reads the same ones.
@@ -104,10 +116,9 @@ class MappedStack(torch.Tensor):
 def _refusal(stack: MappedStack, what: object) -> str:
     name = f"{stack.parameter_name}: " if stack.parameter_name else ""
     return (
-        f"{name}expected a use that leaves experts one by one in their mapped files, got {what}, which needs them "
-        "stacked or changes them. Run them by experts_implementation='amx_sft_moe'; to merge an adapter use "
-        "`python -m amx_sft_moe adapter merge`; to change or train the experts load the model with "
-        "from_pretrained"
+        f"{name}expected a use that leaves the experts where they lie in mapped files, got {what}, which "
+        "stacks or changes them. Run them by experts_implementation='amx_sft_moe'; merge an adapter by "
+        "`python -m amx_sft_moe adapter merge`; to change or train experts, load by from_pretrained"
     )
 
 
@@ -115,8 +126,8 @@ def _same(stack: MappedStack, *args: Any, **options: Any) -> MappedStack:
     dtype = options.get("dtype")
     if dtype is not None and dtype != stack.dtype:
         raise StateError(
-            f"{stack.parameter_name}: expected to stay in {stack.dtype}, as in its files, got {dtype}: give load_model that "
-            "dtype"
+            f"{stack.parameter_name}: expected to stay in {stack.dtype} as in its files, got {dtype}: load the "
+            f"model by load_model(..., dtype={dtype})"
         )
     return MappedStack(stack.parts, stack.parameter_name)
 
@@ -164,30 +175,59 @@ def as_parameter(stack: MappedStack) -> nn.Parameter:
     return nn.Parameter(stack, requires_grad=False)
 
 
-def mapped_weights_of(module: nn.Module) -> dict[str, tuple[torch.Tensor, ...]] | None:
-    """The base weights of a mapped experts module, below whatever adapts it: ``gate_proj``, ``up_proj`` (a tuple of
-    matrices ``[I, H]``) and ``down_proj`` (``[H, I]``), one matrix per expert, as :class:`FrozenExperts` takes
-    them. ``None`` where the module's parameters are not mapped.
+def mapped_weights_of(module: nn.Module) -> dict[str, torch.Tensor | tuple[torch.Tensor, ...]] | None:
+    """The base weights of a mapped experts module, below whatever adapts it, as
+    :class:`amx_sft_moe.nn.FrozenExperts` takes them: ``gate_proj`` and ``up_proj``, a tuple of matrices
+    ``[I, H]``, and ``down_proj``, of ``[H, I]``, one per expert. The same tuples come each time. Where only one
+    of the two parameters is mapped, the other is there as it is; ``None`` where neither is.
 
-    Gate and up are the upper and the lower half of ``gate_up_proj``, so this is for modules with
-    ``is_concatenated`` and without ``is_transposed``; others are never mapped. The same tuples come each time.
+    Gate is the upper half of ``gate_up_proj`` and up the lower one: modules that hold them otherwise
+    (``is_transposed``, not ``is_concatenated``) are never mapped.
     """
-    stacks = {name: _stack_of(module, name) for name in ("gate_up_proj", "down_proj")}
-    if any(stack is None for stack in stacks.values()):
+    gate_up, down = _below_adapters(module, "gate_up_proj"), _below_adapters(module, "down_proj")
+    weights: dict[str, Any] = {"gate_up_proj": gate_up, "down_proj": down}
+    if not any(isinstance(weight, MappedStack) for weight in weights.values()):
         return None
-    found = getattr(stacks["gate_up_proj"], "_halves", None)
-    if found is None:
-        rows = stacks["gate_up_proj"].shape[1]
-        found = tuple(stacks["gate_up_proj"].rows(*half) for half in ((0, rows // 2), (rows // 2, rows)))
-        stacks["gate_up_proj"]._halves = found  # the hook tells by identity whether weights changed
-    return {"gate_proj": found[0], "up_proj": found[1], "down_proj": stacks["down_proj"].rows(0, stacks["down_proj"].shape[1])}
+    if isinstance(gate_up, MappedStack):
+        if gate_up.halves is None:
+            rows = gate_up.shape[1]
+            gate_up.halves = gate_up.rows(0, rows // 2), gate_up.rows(rows // 2, rows)
+        del weights["gate_up_proj"]
+        weights["gate_proj"], weights["up_proj"] = gate_up.halves
+    if isinstance(down, MappedStack):
+        weights["down_proj"] = down.parts[0]
+    return weights
 
 
-def _stack_of(module: nn.Module, name: str) -> MappedStack | None:
+def _below_adapters(module: nn.Module, name: str) -> torch.Tensor | None:
     weight = module._parameters.get(name)
     if weight is None and nn.utils.parametrize.is_parametrized(module, name):
         weight = getattr(module.parametrizations[name], "original", None)
-    return weight if isinstance(weight, MappedStack) else None
+    return weight
+
+
+def refuse_merging() -> None:
+    """Has PEFT's own question before merging, where it asks it, answered with StateError for mapped models.
+
+    Without that PEFT would merge other modules before it comes to the experts, which refuse. Idempotent.
+    """
+    if importlib.util.find_spec("peft") is None:
+        return
+    from peft.tuners.tuners_utils import BaseTuner
+
+    original = getattr(BaseTuner, "_check_merge_allowed", None)
+    if original is None or hasattr(original, _MARK):
+        return
+
+    @functools.wraps(original)
+    def check(self: Any, *args: Any, **options: Any) -> Any:
+        stack = next((each for each in self.model.parameters() if isinstance(each, MappedStack)), None)
+        if stack is not None:
+            raise StateError(_refusal(stack, "merging"))
+        return original(self, *args, **options)
+
+    setattr(check, _MARK, original)
+    BaseTuner._check_merge_allowed = check
 
 
 def mapped_bytes(model: nn.Module) -> int:
