@@ -13,6 +13,7 @@ import argparse
 import json
 import sys
 from collections.abc import Mapping
+from pathlib import Path
 
 import torch
 import torch.nn.functional as F
@@ -47,6 +48,7 @@ def held_out_loss(model: torch.nn.Module, blocks: Mapping[str, torch.Tensor], ba
 
 def main() -> None:
     """Prints {"loss": nats per token}."""
+    import transformers
     from peft import PeftModel
     from safetensors.torch import load_file
     from transformers import AutoModelForCausalLM
@@ -61,7 +63,10 @@ def main() -> None:
     arguments = parser.parse_args()
 
     torch.set_num_threads(arguments.threads)
-    base = AutoModelForCausalLM.from_pretrained(
+    # The class by its name: checkpoints may call their model type otherwise (Kimi K2 is a DeepSeek-V3).
+    config = json.loads((Path(arguments.base) / "config.json").read_text(encoding="utf-8"))
+    architecture = getattr(transformers, (config.get("architectures") or [""])[0], AutoModelForCausalLM)
+    base = architecture.from_pretrained(
         arguments.base,
         dtype=getattr(torch, arguments.dtype),
         experts_implementation="grouped_mm",
