@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM, Mxfp4Config
 
 from amx_sft_moe import ArgumentError
 from amx_sft_moe.checkpoints import CheckpointFiles, load_model, routed_experts, transposed
-from families import E, H, I, edit_config, make, write
+from checkpoint_folders import E, H, I, edit_config, make, write
 from test_checkpoints import ids, mapped_file, stock
 
 WEIGHTS = [f"model.layers.{n}.mlp.experts.{name}" for n in range(2) for name in ("down_proj", "gate_up_proj")]
@@ -113,7 +113,7 @@ def test_a_changed_checkpoint_is_noticed(folder, written, tmp_path):
     with torch.no_grad():
         other.model.layers[1].mlp.experts.down_proj.mul_(2)
     shutil.rmtree(tmp_path / "new", ignore_errors=True)
-    other.save_pretrained(tmp_path / "new", max_shard_size="30KB")
+    other.save_pretrained(tmp_path / "new", max_shard_size="15KB")
     shard = CheckpointFiles(folder).file_of(WEIGHTS[2])
     os.replace(tmp_path / "new" / shard.name, shard)
     model = load(folder)

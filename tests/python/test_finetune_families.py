@@ -13,13 +13,13 @@ from amx_sft_moe.finetune import job, model
 from amx_sft_moe.finetune.errors import FinetuneError
 from amx_sft_moe.finetune.options import Options, parse
 from amx_sft_moe.finetune.tokenizer import train_tokenizer
-from families import E, H, I, K, edit_config, make, write
+from checkpoint_folders import E, H, I, K, edit_config, make, write
 
 FAMILIES = {
     # family: layers with routed experts, what is adapted beside them
     "mixtral": (2, {"q_proj", "k_proj", "v_proj", "o_proj"}),
     "deepseek_v3": (1, {"q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj"}),
-    "olmoe": (2, {"q_proj", "k_proj", "v_proj", "o_proj"}),
+    "gpt_oss": (2, {"q_proj", "k_proj", "v_proj", "o_proj"}),
 }
 
 
@@ -32,7 +32,7 @@ def options(folder: Path, checkpoint: Path) -> Options:
 
 
 def checkpoint(folder: Path, family: str, dtype: torch.dtype = torch.bfloat16) -> Path:
-    write(folder, family, dtype)
+    write(folder, family, dtype, vocab_size=300, eos_token_id=None, bos_token_id=None, pad_token_id=None)
     train_tokenizer(["Count to 12: 0 1 2 3 4 5 6 7 8 9"], 300, 64).save_pretrained(folder)
     return folder
 
@@ -51,7 +51,10 @@ def test_a_run(family, tmp_path, capsys):
     assert results.model.trained_experts == layers * E * rank * (H + 2 * I + I + H)
     assert results.lora.held_out[-1][1] < results.lora.held_out[0][1]
     out = capsys.readouterr().out
-    assert f"GB of experts, used as they lie in {folder}" in out
+    if family == "gpt_oss":
+        assert (folder / "amx_sft_moe-experts").is_dir()
+    else:
+        assert f"GB of experts, used as they lie in {folder}" in out
     assert f"on the experts of {layers} layers" in out
     config = json.loads((tmp_path / "out" / "adapter" / "adapter_config.json").read_text())
     assert attention <= set(config["target_modules"])

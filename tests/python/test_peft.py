@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import copy
 from typing import Any
 
@@ -16,6 +15,7 @@ from torch import nn
 import amx_sft_moe
 from amx_sft_moe.integrations import experts_hook, peft_lora
 from models import EXPERTS, add_lora, base_model, batch, loss_and_gradients
+from peft_watch import VERSION, without_our_place_in_peft
 from reference import assert_close, relative_error
 
 OURS = "amx_sft_moe"
@@ -41,23 +41,12 @@ def reached(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     seen: list[Any] = []
     original = experts_hook.sft_moe
 
-    def counted(experts: Any, x: Any, ids: Any, weights: Any, lora: Any) -> torch.Tensor:
+    def counted(experts: Any, x: Any, ids: Any, weights: Any, lora: Any, *rest: Any) -> torch.Tensor:
         seen.append(lora)
-        return original(experts, x, ids, weights, lora)
+        return original(experts, x, ids, weights, lora, *rest)
 
     monkeypatch.setattr(experts_hook, "sft_moe", counted)
     return seen
-
-
-@contextlib.contextmanager
-def without_our_place_in_peft() -> Any:
-    """PEFT as it is for versions that this was not tested with."""
-    ours = ParamWrapper._activate_lora
-    ParamWrapper._activate_lora = getattr(ours, peft_lora._MARK)
-    try:
-        yield
-    finally:
-        ParamWrapper._activate_lora = ours
 
 
 def results(model: nn.Module, **inputs: Any) -> dict[str, torch.Tensor]:
@@ -97,15 +86,24 @@ def test_other_peft_versions(reached: list[Any], dense: list[str]) -> None:
     assert not dense
     with without_our_place_in_peft():
         found = results(add_lora(base_model(OURS)))
-    assert len(reached) == 6
-    assert len(dense) == 3 * 2, "PEFT evaluates each weight once; the hook does not"
-    assert_close(found, expected, 1e-6)
+    if VERSION >= (0, 21):
+        assert len(reached) == 6
+        assert len(dense) == 3 * 2, "PEFT evaluates each weight once; the hook does not"
+        assert_close(found, expected, 1e-6)
+    else:  # PEFT gives W + BA and nothing else, which the hook leaves to transformers
+        assert len(reached) == 3
+        assert_close(found, expected, 1e-4)
 
 
-def test_untested_version_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_untested_version_is_left_alone(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     with without_our_place_in_peft():
         monkeypatch.setattr(peft, "__version__", "0.99.1")
-        assert not peft_lora.install(experts_hook.is_ours)
+        for _ in range(2):
+            assert not peft_lora.install(experts_hook.is_ours)
+        assert len(caplog.records) == 1
+        assert "0.18, 0.19, 0.20, 0.21" in caplog.text
         monkeypatch.setattr(peft, "__version__", "0.21.2.dev0")
         original = ParamWrapper._activate_lora
         assert peft_lora.install(experts_hook.is_ours)
@@ -137,6 +135,9 @@ def test_kinds_of_adapters(options: dict[str, Any], reached: list[Any], dense: l
 
 
 def test_several_adapters(reached: list[Any], dense: list[str]) -> None:
+    if VERSION < (0, 20):
+        pytest.skip("this PEFT takes one adapter with target_parameters")
+
     def two(implementation: str) -> PeftModel:
         model = add_lora(base_model(implementation))
         return add_lora(model, seed=5, name="second", r=3, lora_alpha=12)

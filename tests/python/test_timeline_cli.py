@@ -93,6 +93,25 @@ class TestReports:
         assert "of 2,000 GFLOP/s" in figures
         assert "of 80.0 GB/s" in figures
 
+    def test_measured_limits(self, capsys, path, monkeypatch):
+        asked = []
+
+        def measured(threads, bandwidth_bytes):
+            asked.append(threads)
+            return {"kernels": {"avx512": 321.0}, "bandwidth": 12.5}
+
+        monkeypatch.setattr("amx_sft_moe._core.measure_machine", measured)
+        figures = json.dumps(rows(capsys, path, "-r", "key_figures", "--measure"))
+        assert "of 321 GFLOP/s" in figures
+        assert "of 12.5 GB/s" in figures
+        assert asked == [3]
+        monkeypatch.setattr(
+            "amx_sft_moe._core.measure_machine", lambda *_: {"kernels": {"portable": 1.0}, "bandwidth": 1.0}
+        )
+        status, _, err = run(capsys, path, "--measure")
+        assert status == 1
+        assert "expected a kernel out of ['portable'] on this machine, got 'avx512'" in err
+
     def test_options_reach_the_analysis(self, capsys, path):
         both = rows(capsys, path, "-r", "overlap", "--overlap", "gemm", "kind:group")
         assert both[0]["Overlap (%)"] == 100.0

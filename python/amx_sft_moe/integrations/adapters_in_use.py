@@ -2,24 +2,23 @@
 
 Two ways lead here. Where :mod:`peft_lora` took PEFT's place, the wrappers of this call stand in a context
 variable and their parameters are read directly. Otherwise PEFT has parametrized the module, and its proxies
-hold the factors.
+hold the factors. Either gives what is added to the parameter as it is stored; how the model stores it
+(transposed, gate and up interleaved) decides what that is to the operator.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import AbstractContextManager
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
 from amx_sft_moe.autograd import LoraFactors
-
-# A [E, r, in], B [E, out, r] and the scaling of one adapter on one weight.
-Factors = tuple[torch.Tensor, torch.Tensor, float]
 
 _FLOATS = (torch.bfloat16, torch.float32)
 
@@ -28,18 +27,78 @@ class NotUnderstoodError(Exception):
     """Why a layer or its adapters cannot be taken by the operator."""
 
 
+class Delta(NamedTuple):
+    """What one adapter adds to a parameter ``[E, rows, cols]``: ``scaling * left @ right``."""
+
+    left: torch.Tensor  # [E, rows, r]
+    right: torch.Tensor  # [E, r, cols]
+    scaling: float
+
+
+class Factors(NamedTuple):
+    """One adapter of one projection as the operator takes it."""
+
+    a: torch.Tensor  # [E, r, in]
+    b: torch.Tensor  # [E, out, r]
+    scaling: float
+
+
 @dataclass(eq=False)
 class ActiveAdapters:
     """LoRA on one weight of one experts module, during a call of that module."""
 
     module: nn.Module
     parameter: str
-    read: Callable[[], list[Factors]]
+    read: Callable[[], list[Delta]]
     as_peft_does_it: Callable[[], AbstractContextManager[Any]]
     used: bool = field(default=False)
 
 
 active: ContextVar[tuple[ActiveAdapters, ...]] = ContextVar("amx_sft_moe_active_adapters", default=())
+
+
+# Attributes of experts modules: dynamo can guard a graph by those, not by a context variable. The first counts
+# the adapters in use in eager calls, of all threads; the second has those of the call that is being traced.
+_SCOPES = "_amx_sft_moe_scopes"
+_TRACED = "_amx_sft_moe_traced"
+_counting = threading.Lock()
+
+
+@contextmanager
+def in_use(adapters: ActiveAdapters) -> Iterator[None]:
+    """The time in which calls of the adapters' module find them, in this thread or this graph."""
+    if torch.compiler.is_compiling():
+        before = getattr(adapters.module, _TRACED, ())
+        setattr(adapters.module, _TRACED, (*before, adapters))
+        try:
+            yield
+        finally:
+            setattr(adapters.module, _TRACED, before)
+        return
+    _count(adapters.module, 1)
+    token = active.set((*active.get(), adapters))
+    try:
+        yield
+    finally:
+        active.reset(token)
+        _count(adapters.module, -1)
+
+
+def _count(module: nn.Module, change: int) -> None:
+    with _counting:
+        # In a list, so that it is none of the constants that a gate may depend on.
+        module.__dict__.setdefault(_SCOPES, [0])[0] += change
+
+
+def traced_on(module: nn.Module) -> list[ActiveAdapters] | None:
+    """The adapters of the call of ``module`` that dynamo traces, marked as used; None where the graph cannot
+    know them, since they came before it."""
+    found = list(getattr(module, _TRACED, ()))
+    if nn.utils.parametrize.is_parametrized(module) or getattr(module, _SCOPES, (0,))[0] > 0:
+        return None
+    for adapters in found:
+        adapters.used = True
+    return found
 
 
 def active_on(module: nn.Module) -> list[ActiveAdapters]:
@@ -50,44 +109,84 @@ def active_on(module: nn.Module) -> list[ActiveAdapters]:
     return found
 
 
-def lora_of(module: nn.Module, adapters: list[ActiveAdapters], num_experts: int) -> LoraFactors:
-    """Factors of ``gate_up_proj`` and ``down_proj``, several adapters as one of their summed rank."""
-    factors: dict[str, list[Factors]] = {"gate_up_proj": [], "down_proj": []}
+def lora_of(
+    module: nn.Module, adapters: list[ActiveAdapters], num_experts: int, *, transposed: bool, interleaved: bool
+) -> LoraFactors:
+    """Factors of ``gate_up_proj`` and ``down_proj``, several adapters as one of their summed rank.
+
+    Views of PEFT's parameters, nothing is copied; with several adapters at once their factors are put side by
+    side.
+
+    Args:
+        transposed: whether the module's weights are ``[E, in, out]``.
+        interleaved: whether gate and up alternate in them.
+
+    Raises:
+        NotUnderstoodError: something adapts the module that is not LoRA in bfloat16 or float32 on the CPU.
+    """
+    deltas: dict[str, list[Delta]] = {"gate_up_proj": [], "down_proj": []}
     for one in adapters:
-        factors[one.parameter] += one.read()
-    for name, found in factors.items():
+        deltas[one.parameter] += one.read()
+    for name, found in deltas.items():
         if nn.utils.parametrize.is_parametrized(module, name):
             found += _of_proxies(module.parametrizations[name], name)
-        for a, b, _ in found:
-            _require_factors(name, a, b, num_experts)
-    gate_up_a, gate_up_b, gate_up_scaling = _as_one(factors["gate_up_proj"])
-    down_a, down_b, down_scaling = _as_one(factors["down_proj"])
-    return LoraFactors(
-        (gate_up_a, gate_up_b, None, None, down_a, down_b),
-        shared_a=gate_up_a is not None,
-        scaling=(gate_up_scaling, gate_up_scaling, down_scaling),
-    )
+        for delta in found:
+            _require_delta(name, delta, _stored_shape(module, name), num_experts)
+    gate_up, down = (_as_one([as_factors(delta, transposed) for delta in found]) for found in deltas.values())
+    down_a, down_b, down_scaling = down if down is not None else (None, None, 1.0)
+    if gate_up is None:
+        return LoraFactors((None, None, None, None, down_a, down_b), scaling=(1.0, 1.0, down_scaling))
+    scaling = (gate_up.scaling, gate_up.scaling, down_scaling)
+    if not interleaved:
+        return LoraFactors((gate_up.a, gate_up.b, None, None, down_a, down_b), shared_a=True, scaling=scaling)
+    # The same A twice: the operator computes with it once.
+    gate_b, up_b = split_interleaved(gate_up.b)
+    return LoraFactors((gate_up.a, gate_b, gate_up.a, up_b, down_a, down_b), scaling=scaling)
 
 
-def _of_proxies(parametrizations: nn.Module, name: str) -> list[Factors]:
+def as_factors(delta: Delta, transposed: bool) -> Factors:
+    """``transposed``: the parameter is stored ``[E, in, out]``, otherwise ``[E, out, in]``."""
+    if transposed:
+        return Factors(delta.left.transpose(1, 2), delta.right.transpose(1, 2), delta.scaling)
+    return Factors(delta.right, delta.left, delta.scaling)
+
+
+def split_interleaved(b: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """B of gate and of up ``[E, I, r]`` as views of B ``[E, 2I, r]`` with rows gate 0, up 0, gate 1, up 1..."""
+    if b.shape[1] % 2 != 0:
+        raise NotUnderstoodError(f"expected LoRA factors B [E, 2I, r] on gate_up_proj, got {list(b.shape)}")
+    # unbind and not slices: its backward writes both gradients once.
+    gate, up = b.unflatten(1, (-1, 2)).unbind(2)
+    return gate, up
+
+
+def _of_proxies(parametrizations: nn.Module, name: str) -> list[Delta]:
     found = []
     for proxy in parametrizations:
         if not all(hasattr(proxy, part) for part in ("lhs", "rhs", "scaling")):
             raise NotUnderstoodError(
                 f"expected LoRA factors on {name}, got a parametrization {type(proxy).__name__}"
             )
-        found.append((proxy.rhs, proxy.lhs, proxy.scaling))
+        found.append(Delta(proxy.lhs, proxy.rhs, float(proxy.scaling)))
     return found
 
 
-def _require_factors(name: str, a: torch.Tensor, b: torch.Tensor, num_experts: int) -> None:
-    fits = a.dim() == b.dim() == 3 and a.shape[0] == b.shape[0] == num_experts and a.shape[1] == b.shape[2]
-    if not fits or num_experts == 1:
+def _stored_shape(module: nn.Module, name: str) -> torch.Size:
+    if nn.utils.parametrize.is_parametrized(module, name):
+        return module.parametrizations[name].original.shape
+    return getattr(module, name).shape
+
+
+def _require_delta(name: str, delta: Delta, shape: torch.Size, num_experts: int) -> None:
+    left, right, _ = delta
+    fits = left.dim() == right.dim() == 3 and left.shape[2] == right.shape[1]
+    fits = fits and left.shape[0] == right.shape[0] == shape[0] == num_experts
+    if not fits or (left.shape[1], right.shape[2]) != tuple(shape[1:]):
         raise NotUnderstoodError(
-            f"expected LoRA factors [E, r, in] and [E, out, r] with E={num_experts} > 1 on {name}, got "
-            f"{list(a.shape)} and {list(b.shape)}"
+            f"expected LoRA factors [E, rows, r] and [E, r, cols] on {name} {list(shape)} with "
+            f"E={num_experts}, got {list(left.shape)} and {list(right.shape)}"
         )
-    for factor in (a, b):
+    for factor in (left, right):
         if factor.device.type != "cpu" or factor.dtype not in _FLOATS:
             raise NotUnderstoodError(
                 f"expected LoRA factors on {name} in bfloat16 or float32 on cpu, got {factor.dtype} on "
@@ -95,13 +194,11 @@ def _require_factors(name: str, a: torch.Tensor, b: torch.Tensor, num_experts: i
             )
 
 
-def _as_one(found: list[Factors]) -> tuple[torch.Tensor | None, torch.Tensor | None, float]:
-    if not found:
-        return None, None, 1.0
-    if len(found) == 1:
-        return found[0]
+def _as_one(found: list[Factors]) -> Factors | None:
+    if len(found) < 2:
+        return found[0] if found else None
     # B A summed over adapters is one product of the ranks side by side; each scaling goes into its B.
     dtype = torch.float32 if any(a.dtype == torch.float32 for a, _, _ in found) else torch.bfloat16
     a = torch.cat([a.to(dtype) for a, _, _ in found], dim=1)
     b = torch.cat([b.to(dtype) * scaling for _, b, scaling in found], dim=2)
-    return a, b, 1.0
+    return Factors(a, b, 1.0)

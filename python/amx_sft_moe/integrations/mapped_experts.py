@@ -3,7 +3,7 @@
 transformers holds the experts of a layer in one parameter ``[E, rows, cols]``. Checkpoints mostly hold one
 matrix per expert; stacking them is a copy of the whole model in memory. A :class:`MappedStack` is such a
 parameter to whoever asks for its shape, dtype or size (PEFT, the Trainer, parameter counts), and takes no
-memory. The hook finds the matrices by :func:`mapped_weights_of`.
+memory. The hook takes the matrices out by :func:`weights_one_by_one`.
 """
 
 from __future__ import annotations
@@ -38,7 +38,6 @@ class MappedStack(torch.Tensor):
 
     parts: tuple[tuple[torch.Tensor, ...], ...]
     parameter_name: str
-    halves: tuple[tuple[torch.Tensor, ...], tuple[torch.Tensor, ...]] | None  # gate and up, once asked for
 
     # Everything goes to __torch_dispatch__, where views and copies have few names.
     __torch_function__ = torch._C._disabled_torch_function_impl
@@ -61,7 +60,6 @@ class MappedStack(torch.Tensor):
         made = torch.Tensor._make_wrapper_subclass(cls, shape, dtype=first.dtype, device="cpu")
         made.parts = tuple(tuple(part) for part in parts)
         made.parameter_name = name
-        made.halves = None
         return made
 
     @classmethod
@@ -175,35 +173,40 @@ def as_parameter(stack: MappedStack) -> nn.Parameter:
     return nn.Parameter(stack, requires_grad=False)
 
 
-def mapped_weights_of(module: nn.Module) -> dict[str, torch.Tensor | tuple[torch.Tensor, ...]] | None:
-    """The base weights of a mapped experts module, below whatever adapts it, as
-    :class:`amx_sft_moe.nn.FrozenExperts` takes them: ``gate_proj`` and ``up_proj``, a tuple of matrices
-    ``[I, H]``, and ``down_proj``, of ``[H, I]``, one per expert. The same tuples come each time. Where only one
-    of the two parameters is mapped, the other is there as it is; ``None`` where neither is.
+def weights_one_by_one(
+    laid_out_otherwise: bool, gate_up: torch.Tensor, down: torch.Tensor
+) -> dict[str, torch.Tensor | tuple[torch.Tensor, ...]]:
+    """Weights of which at least one is a stack, as :class:`amx_sft_moe.nn.FrozenExperts` takes them.
 
-    Gate is the upper half of ``gate_up_proj`` and up the lower one: modules that hold them otherwise
-    (``is_transposed``, not ``is_concatenated``) are never mapped.
+    Returns:
+        ``gate_proj`` and ``up_proj``, a tuple of matrices ``[I, H]`` each, or ``gate_up_proj`` as it is; and
+        ``down_proj``, matrices ``[H, I]``, or as it is.
+
+    Args:
+        laid_out_otherwise: whether the model holds its weights transposed or gate and up interleaved; stacks of
+            such models are not made, so StateError says that something went wrong.
     """
-    gate_up, down = _below_adapters(module, "gate_up_proj"), _below_adapters(module, "down_proj")
+    if laid_out_otherwise:
+        stack = gate_up if isinstance(gate_up, MappedStack) else down
+        raise StateError(_refusal(stack, "a transposed or interleaved layout"))
     weights: dict[str, Any] = {"gate_up_proj": gate_up, "down_proj": down}
-    if not any(isinstance(weight, MappedStack) for weight in weights.values()):
-        return None
     if isinstance(gate_up, MappedStack):
-        if gate_up.halves is None:
-            rows = gate_up.shape[1]
-            gate_up.halves = gate_up.rows(0, rows // 2), gate_up.rows(rows // 2, rows)
+        rows = gate_up.shape[1]
         del weights["gate_up_proj"]
-        weights["gate_proj"], weights["up_proj"] = gate_up.halves
+        weights["gate_proj"], weights["up_proj"] = gate_up.rows(0, rows // 2), gate_up.rows(rows // 2, rows)
     if isinstance(down, MappedStack):
-        weights["down_proj"] = down.parts[0]
+        weights["down_proj"] = down.rows(0, down.shape[1])
     return weights
 
 
-def _below_adapters(module: nn.Module, name: str) -> torch.Tensor | None:
-    weight = module._parameters.get(name)
-    if weight is None and nn.utils.parametrize.is_parametrized(module, name):
-        weight = getattr(module.parametrizations[name], "original", None)
-    return weight
+def address_of(weight: torch.Tensor) -> int:
+    """``data_ptr``, or 0 of a stack, whose memory does not move."""
+    return 0 if isinstance(weight, MappedStack) else weight.data_ptr()
+
+
+def is_mapped(module: nn.Module) -> bool:
+    """Whether a parameter of the experts module, adapted or not, is a stack."""
+    return any(isinstance(parameter, MappedStack) for parameter in module.parameters())
 
 
 def refuse_merging() -> None:

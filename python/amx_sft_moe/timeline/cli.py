@@ -13,6 +13,7 @@ from . import analysis, key_figures, read
 from .comparison import compare
 from .errors import TimelineError
 from .filters import Filters, parse_name, parse_threads, parse_window
+from .machine import measure_limits
 from .output import FORMATS, TIME_UNITS, write
 from .passes import inside_range, skip_first
 from .reports import NSYS_REPORTS, Report
@@ -120,6 +121,11 @@ def _parser() -> argparse.ArgumentParser:
     judged.add_argument("--peak-gflops", type=_positive)
     judged.add_argument("--bandwidth", type=_positive, metavar="GB/S")
     judged.add_argument(
+        "--measure",
+        action="store_true",
+        help="measure both on this machine now, for recordings made on it (a second, 1 GiB)",
+    )
+    judged.add_argument(
         "--overlap", nargs=2, metavar=("A", "B"), help="two kinds of ranges: names (regex), or kind:copy"
     )
     judged.add_argument("--outlier-score", type=_positive, default=analysis.OUTLIER_SCORE)
@@ -139,6 +145,8 @@ def _load(paths: Sequence[Path], options: argparse.Namespace) -> Timeline:
     if options.filter_nvtx is not None:
         inside_range(timeline, options.filter_nvtx)
     skip_first(timeline, options.skip)
+    if options.measure:
+        measure_limits(timeline)
     if options.peak_gflops is not None:
         timeline.limits["peak_gflops"] = options.peak_gflops
     if options.bandwidth is not None:

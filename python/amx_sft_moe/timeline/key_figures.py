@@ -146,7 +146,7 @@ def _gemm(timeline: Timeline, table: pd.DataFrame) -> tuple[float, str]:
     peak = timeline.limits.get("peak_gflops")
     rate = gemms["flop"].sum() / gemms["flop_wall"].sum()
     if peak is None:
-        return math.nan, f"{rate:,.0f} GFLOP/s, but no peak: --peak-gflops"
+        return math.nan, f"{rate:,.0f} GFLOP/s, but no peak: --measure or --peak-gflops"
     return rate / peak, f"{rate:,.0f} of {peak:,.0f} GFLOP/s over {', '.join(map(str, gemms.index))}"
 
 
@@ -156,7 +156,7 @@ def _bandwidth(timeline: Timeline, table: pd.DataFrame) -> tuple[float, str]:
     if not len(moved):
         return math.nan, "no phase with bytes in the file"
     if limit is None:
-        return math.nan, "no measured bandwidth: --bandwidth"
+        return math.nan, "no measured bandwidth: --measure or --bandwidth"
     bound = moved[~(moved["intensity"] >= peak / limit)] if peak else moved[~(moved["flop"] > 0)]
     if not len(bound):
         return math.nan, "no phase is bound by memory"
