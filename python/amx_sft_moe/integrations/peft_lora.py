@@ -28,7 +28,14 @@ from peft.tuners.lora import layer as peft_layer
 from torch import nn
 
 from amx_sft_moe.errors import StateError
-from amx_sft_moe.integrations.adapters_in_use import ActiveAdapters, Delta, NotUnderstoodError, in_use
+from amx_sft_moe.integrations.adapters_in_use import (
+    ActiveAdapters,
+    Delta,
+    Factors,
+    NotUnderstoodError,
+    as_factors,
+    in_use,
+)
 
 logger = logging.getLogger("amx_sft_moe")
 
@@ -99,6 +106,12 @@ def delta_of(wrapper: Any, adapter: str) -> Delta:
     if experts == 1 or getattr(wrapper, "_did_swap_in_out_features", False):
         return Delta(b, a, float(wrapper.scaling[adapter]))
     return Delta(a.transpose(1, 2), b.transpose(1, 2), float(wrapper.scaling[adapter]))
+
+
+def factors_of(wrapper: Any, adapter: str) -> Factors:
+    """The same as A ``[E, r, in]`` and B ``[E, out, r]`` of the projection, however its parameter is stored."""
+    transposed = bool(getattr(wrapper.get_base_layer(), "is_transposed", False))
+    return as_factors(delta_of(wrapper, adapter), transposed)
 
 
 def _by_expert(weight: torch.Tensor, dim: int, experts: int) -> torch.Tensor:
