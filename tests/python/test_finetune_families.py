@@ -56,6 +56,7 @@ def test_a_run(family, tmp_path, capsys):
     else:
         assert f"GB of experts, used as they lie in {folder}" in out
     assert f"on the experts of {layers} layers" in out
+    assert "beware" not in out
     config = json.loads((tmp_path / "out" / "adapter" / "adapter_config.json").read_text())
     assert attention <= set(config["target_modules"])
     assert not {"gate", "router", "shared_expert_gate", "lm_head"} & set(config["target_modules"])

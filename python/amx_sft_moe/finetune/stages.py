@@ -22,6 +22,7 @@ from .tokenizer import train_tokenizer
 from .training import Curve, train
 
 LIBRARY = "Python's standard library"
+SAME_LOSS = 0.01  # nats; bf16 in another order of sums stays far below
 
 Item = TypeVar("Item")
 
@@ -182,6 +183,8 @@ def save(
             base.folder, folder, tokens.held_out, dtype, options.batch_size, options.threads, scratch
         )
         say.fact("held-out loss", f"{loss(here)} here, {loss(stock)} in stock PEFT on a fresh base")
+        if abs(stock - here) > SAME_LOSS:
+            say.fact("beware", "stock PEFT does not get the same model out of this adapter")
     else:
         say.fact("held-out loss", f"{loss(here)} here; not read back, memory is short for a second model")
     return results.Adapter(sum(file.stat().st_size for file in folder.glob("adapter_model*")), here, stock)
