@@ -26,6 +26,7 @@ from amx_sft_moe.integrations.mapped_experts import (
     mapped_bytes,
     weights_one_by_one,
 )
+from amx_sft_moe.nn import FrozenExperts, sft_moe
 from checkpoint_folders import E, H, I, edit_config, write
 from families import FAMILIES
 
@@ -425,3 +426,52 @@ class TestDamage:
             (own / "config.json").write_text(content)
         with pytest.raises(ArgumentError, match=f"config.json: {message}"):
             load_model(own)
+
+
+class TestFrozenExperts:
+    """Weights as one matrix per expert."""
+
+    random = torch.Generator().manual_seed(11)
+    gate = torch.randn(4, 5, 7, generator=random)  # E=4, I=5, H=7
+    up = torch.randn(4, 5, 7, generator=random)
+    down = torch.randn(4, 7, 5, generator=random)
+    x = torch.randn(9, 7, generator=random)
+    expert_ids = torch.randint(0, 4, (9, 2), generator=random)
+    routing = torch.rand(9, 2, generator=random)
+
+    def run(self, *weights) -> torch.Tensor:
+        gate, up, down = weights
+        experts = FrozenExperts(top_k=2, gate_proj=gate, up_proj=up, down_proj=down)
+        return sft_moe(experts, self.x, self.expert_ids, self.routing)
+
+    def test_they_are_the_same_weights(self):
+        apart = [[each.clone() for each in weight] for weight in (self.gate, self.up, self.down)]
+        expected = self.run(self.gate, self.up, self.down)
+        assert torch.equal(self.run(*apart), expected)
+        assert torch.equal(self.run(self.gate, tuple(apart[1]), self.down), expected)
+
+    @pytest.mark.parametrize(
+        ("change", "error", "message"),
+        [
+            (lambda up: up[:3], ArgumentError, "up_proj"),
+            (lambda up: [*up[:3], up[0][:4]], ArgumentError, r"up_proj\[3\]"),
+            (lambda up: [*up[:3], up[0].bfloat16()], TypeError, "up_proj"),
+            (lambda up: [], TypeError, "up_proj: expected a torch.Tensor or one .* got list"),
+            (lambda up: [*up[:3], None], TypeError, "up_proj: expected a torch.Tensor or one for each expert"),
+            (lambda up: "up", TypeError, "up_proj: expected a torch.Tensor or one .* got str"),
+            (
+                lambda up: [row[0] for row in up],
+                ArgumentError,
+                r"up_proj: expected 3 dimensions, got shape",
+            ),
+            (
+                lambda up: [*up[:3], up[3].requires_grad_()],
+                ArgumentError,
+                "up_proj: expected a base weight that",
+            ),
+        ],
+    )
+    def test_what_does_not_fit_is_refused(self, change, error, message):
+        up = change([each.clone() for each in self.up])
+        with pytest.raises(error, match=message):
+            self.run(self.gate, up, self.down)

@@ -87,6 +87,13 @@ def test_a_name_that_experts_have_too_is_told_in_full():
     assert model.attention_targets(found) == ["k_proj", "o_proj", "self_attn.q_proj", "v_proj"]
 
 
+def test_experts_that_the_operator_does_not_know(tmp_path):
+    folder = checkpoint(tmp_path / "checkpoint", "olmoe")
+    edit_config(folder, hidden_act="tanh")
+    with pytest.raises(FinetuneError, match=r"experts, OlmoeExperts: expected a gate that computes"):
+        job.run(options(tmp_path, folder))
+
+
 def test_damage_is_said_before_anything_is_trained(tmp_path):
     folder = checkpoint(tmp_path / "checkpoint", "mixtral")
     (shard, *_) = sorted(folder.glob("*.safetensors"))

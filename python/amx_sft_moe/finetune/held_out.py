@@ -48,8 +48,8 @@ def held_out_loss(model: torch.nn.Module, blocks: Mapping[str, torch.Tensor], ba
 
 
 def read_config(folder: Path) -> Any:
-    """The configuration of a checkpoint, by the name of its class where transformers does not know its model type
-    (Kimi K2 is a DeepSeek-V3)."""
+    """The configuration of a checkpoint, by the name of its class where transformers does not know its model
+    type (Kimi K2 is a DeepSeek-V3)."""
     import transformers
 
     try:

@@ -22,6 +22,7 @@ from transformers import (
 from amx_sft_moe.checkpoints import CheckpointFiles, meta_model, read_config, routed_experts
 from amx_sft_moe.checkpoints import load_model as load_mapped
 from amx_sft_moe.errors import ArgumentError
+from amx_sft_moe.integrations.experts_hook import why_not
 from amx_sft_moe.integrations.mapped_experts import mapped_bytes
 
 from .errors import FinetuneError
@@ -128,13 +129,16 @@ def load_stacked(folder: Path, dtype: torch.dtype, experts: str) -> PreTrainedMo
 
 
 def check_checkpoint(folder: Path) -> None:
-    """Refuses, before anything is loaded, a folder without a model that has routed experts, or with incomplete
-    files. Raises FinetuneError."""
+    """Refuses, before anything is loaded, a folder without a model whose routed experts the operator knows, or with
+    incomplete files. Raises FinetuneError."""
     try:
-        meta_model(read_config(folder), folder)
+        model = meta_model(read_config(folder), folder)
         CheckpointFiles(folder)
     except ArgumentError as error:
         raise FinetuneError(f"--model {_first_line(error)}") from error
+    for path, module in routed_experts(model):
+        if reason := why_not(module):
+            raise FinetuneError(f"--model {folder}: {path}, {type(module).__name__}: {reason}")
 
 
 def mapped_gigabytes(model: torch.nn.Module) -> float:

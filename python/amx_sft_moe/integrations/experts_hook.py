@@ -318,6 +318,17 @@ def name_layer(module: nn.Module, name: str) -> None:
         hook.rename(module, name)
 
 
+def why_not(module: nn.Module) -> str | None:
+    """Why the operator cannot compute what this experts module computes; ``None`` where it can. Only flags and
+    the gate are looked at: weights may be on the meta device."""
+    try:
+        require_gated(module)
+        layout_of(module, gate_of(module).interleaved)
+    except NotUnderstoodError as reason:
+        return str(reason)
+    return None
+
+
 def is_ours(module: nn.Module) -> bool:
     """Whether calling ``module`` leads to a hook of ours."""
     implementation = getattr(getattr(module, "config", None), "_experts_implementation", None)
