@@ -1,11 +1,13 @@
 """Expert part of Mixture-of-Experts layers with LoRA, forward and backward, on the CPU.
 
-    op = amx_sft_moe.SftMoe(num_experts=, top_k=, hidden_size=, intermediate_size=)     # your own training
-    loop amx_sft_moe.nn.SftMoeExperts(...)                                                   # a torch module
-    amx_sft_moe.register(); AutoModel.from_pretrained(..., experts_implementation="amx_sft_moe")   #
-    transformers
+    op = amx_sft_moe.SftMoe(num_experts=, top_k=, hidden_size=, intermediate_size=)    # your own training loop
+    amx_sft_moe.nn.SftMoeExperts(...)                                                  # a torch module
+    amx_sft_moe.register()                                                             # transformers and PEFT:
+    AutoModel.from_pretrained(..., experts_implementation="amx_sft_moe")
+    amx_sft_moe.prepare(model)                                                         # what trains, and memory
 
-torch is optional: importing this package does not import it. ``nn``, ``adapters`` and ``register`` need it.
+torch is optional: importing this package does not import it. ``nn``, ``adapters``, ``register`` and ``prepare``
+need it.
 """
 
 from __future__ import annotations
@@ -36,6 +38,7 @@ __all__ = [
     "info",
     "load_model",
     "nn",
+    "prepare",
     "register",
 ]
 
@@ -63,6 +66,14 @@ def load_model(directory: str | os.PathLike[str], **options: Any) -> Any:
     from amx_sft_moe.checkpoints import load_model as load_mapped_model
 
     return load_mapped_model(directory, **options)
+
+
+def prepare(model: Any, **options: Any) -> Any:
+    """Prints what of a model trains and how much memory it takes, and refuses where no routed expert does; see
+    :func:`amx_sft_moe.integrations.preparation.prepare`."""
+    from amx_sft_moe.integrations.preparation import prepare as prepare_model
+
+    return prepare_model(model, **options)
 
 
 def __getattr__(name: str) -> Any:

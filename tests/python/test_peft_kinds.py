@@ -46,7 +46,7 @@ def two_adapters(implementation: str) -> PeftModel:
     return add_lora(add_lora(base_model(implementation)), seed=5, name="second", r=3, lora_alpha=12)
 
 
-def gpt_oss(intermediate_size: int = INNER) -> PreTrainedModel:
+def gpt_oss(intermediate_size: int = INNER, num_experts: int = E) -> PreTrainedModel:
     """Parameters [E, in, out], gate and up interleaved."""
     sizes = {name: SIZES[name] for name in ("vocab_size", "hidden_size", "num_attention_heads", "head_dim")}
     torch.manual_seed(0)
@@ -55,8 +55,8 @@ def gpt_oss(intermediate_size: int = INNER) -> PreTrainedModel:
         intermediate_size=intermediate_size,
         num_hidden_layers=1,
         num_key_value_heads=2,
-        num_local_experts=E,
-        num_experts_per_tok=2,
+        num_local_experts=num_experts,
+        num_experts_per_tok=min(2, num_experts),
         layer_types=["full_attention"],
     )
     return GptOssForCausalLM(config)
@@ -112,6 +112,7 @@ KINDS = {
     "transposed, interleaved": lambda: add_lora(gpt_oss()),
     "transposed, H equals I": lambda: add_lora(gpt_oss(H)),
     "transposed, rank 1": lambda: add_lora(gpt_oss(), r=1),
+    "transposed, one expert": lambda: add_lora(gpt_oss(H, num_experts=1), target_parameters=EXPERTS[1:]),
     "two adapters": lambda: two_adapters("eager"),
 }
 
@@ -125,14 +126,14 @@ def test_factors_are_what_peft_adds(kind: str) -> None:
     experts = outermost.get_base_layer()
     random = torch.Generator().manual_seed(3)
     x = torch.randn(11, H, generator=random)
-    ids = torch.stack([torch.randperm(E, generator=random)[:2] for _ in range(11)])
+    ids = torch.rand(11, experts.down_proj.shape[0], generator=random).argsort(1)[:, :2].contiguous()
     grad_y = torch.randn(11, H, generator=random)
     found = []
     ways = [
         lambda: reference(experts, outermost, x, ids),
         lambda: ours(experts, factors_in_use(outermost), x, ids),
     ]
-    if VERSION >= (0, 21) and kind != "two adapters":
+    if VERSION >= (0, 21) and kind not in ("two adapters", "transposed, one expert"):
         ways.append(lambda: ours(experts, factors_in_proxies(outermost), x, ids))
     for run in ways:
         model.zero_grad()
@@ -150,6 +151,28 @@ def test_one_adapter_is_read_in_place(kind: str) -> None:
     parameters = {p.untyped_storage().data_ptr() for n, p in outermost.named_parameters() if "lora_" in n}
     factors = [factor for factor in factors_in_use(outermost).factors if factor is not None]
     assert {factor.untyped_storage().data_ptr() for factor in factors} == parameters
+
+
+@pytest.mark.parametrize("order", ["erc", "rce", "cre", "ecr", "rec", "cer"])
+@pytest.mark.parametrize("rank", [1, 3])
+def test_factors_in_any_order_of_memory(order: str, rank: int) -> None:
+    """Gradients arrive in the parameter's own order, which torch then need not copy."""
+    random = torch.Generator().manual_seed(0)
+    gate_up, down = torch.randn(E, 2 * INNER, H, generator=random), torch.randn(E, H, INNER, generator=random)
+    experts = FrozenExperts(top_k=2, gate_up_proj=gate_up, down_proj=down)
+    shapes = [(E, rank, H), (E, 2 * INNER, rank), (E, rank, INNER), (E, H, rank)]
+    factors = [torch.randn(shape, generator=random) for shape in shapes]
+    x, ids = torch.randn(7, H, generator=random), torch.randint(0, E, (7, 2), generator=random)
+    to, back = (tuple(a.index(c) for c in b) for a, b in (("erc", order), (order, "erc")))
+    found = []
+    for axes, inverse in (((0, 1, 2), (0, 1, 2)), (to, back)):
+        stored = [factor.permute(axes).contiguous().requires_grad_() for factor in factors]
+        seen = [parameter.permute(inverse) for parameter in stored]
+        lora = LoraFactors((*seen[:2], None, None, *seen[2:]), shared_a=True)
+        sft_moe(experts, x, ids, torch.ones(7, 2), lora).square().sum().backward()
+        assert all(parameter.grad.is_contiguous() for parameter in stored)
+        found.append([parameter.grad.permute(inverse) for parameter in stored])
+    assert all(torch.equal(one, other) for one, other in zip(*found, strict=True))
 
 
 def test_factors_of_another_model_do_not_fit() -> None:

@@ -129,7 +129,7 @@ def load_stacked(folder: Path, dtype: torch.dtype, experts: str) -> PreTrainedMo
 
 
 def check_checkpoint(folder: Path) -> None:
-    """Refuses, before anything is loaded, a folder without a model whose routed experts the operator knows, or with
+    """Refuses, before anything is loaded, a folder without a model whose experts the operator knows, or with
     incomplete files. Raises FinetuneError."""
     try:
         model = meta_model(read_config(folder), folder)

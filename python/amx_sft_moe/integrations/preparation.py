@@ -1,0 +1,316 @@
+"""What a model will train and how much memory that takes, told before anything of it is allocated."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any, TextIO
+
+from torch import nn
+
+from amx_sft_moe.errors import ArgumentError
+from amx_sft_moe.integrations import experts_hook, training_memory
+from amx_sft_moe.integrations.trained_parts import (
+    DENSE,
+    EMBEDDINGS,
+    ROUTED,
+    ROUTER,
+    SHARED,
+    Part,
+    RoutedExperts,
+    lora_ranks,
+    parts_of,
+    routed_experts,
+)
+from amx_sft_moe.nn import SftMoeExperts
+from amx_sft_moe.sft_moe import as_int
+
+# Where configurations and routers say k. Names of a setting, and not of models.
+_TOP_K = ("num_experts_per_tok", "num_experts_per_token", "top_k_experts", "moe_top_k", "moe_topk", "top_k")
+
+
+@dataclass(frozen=True)
+class MemoryItem:
+    """One line of the memory table. ``counted``: part of the total; otherwise a rough figure beside it."""
+
+    name: str
+    bytes: int
+    counted: bool = True
+    remark: str = ""
+
+
+@dataclass(frozen=True)
+class Preparation:
+    """What :func:`prepare` found. ``str()`` of it is the table."""
+
+    model: str
+    parts: tuple[Part, ...]  # trained ones first
+    memory: tuple[MemoryItem, ...]
+    notes: tuple[str, ...]
+    batch_size: int
+    sequence_length: int
+    optimizer: str | float
+
+    @property
+    def trained(self) -> tuple[Part, ...]:
+        """The parts that train."""
+        return tuple(part for part in self.parts if part.key.how)
+
+    @property
+    def trained_parameters(self) -> int:
+        """How many values train."""
+        return sum(part.parameters for part in self.trained)
+
+    @property
+    def total_bytes(self) -> int:
+        """The sum of what is counted."""
+        return sum(item.bytes for item in self.memory if item.counted)
+
+    def __str__(self) -> str:
+        everything = sum(part.parameters for part in self.parts)
+        lines = [f"{self.model}: {self.trained_parameters:,} of {everything:,} parameters train"]
+        rows = [("part", "trains as", "modules", "parameters", "memory")]
+        for part in self.trained:
+            dtype = str(part.key.dtype).removeprefix("torch.")
+            where = f"{part.key.group}: {part.key.target}"
+            size = (f"{len(part.modules):,}", f"{part.parameters:,}", _size(part.bytes))
+            rows.append((where, f"{part.key.how}, {dtype}", *size))
+        lines += _table(rows, left=2)
+        lines.append(
+            f"memory at {self.batch_size:,} x {self.sequence_length:,} tokens, optimizer {self.optimizer}"
+        )
+        rows = [
+            (item.name, _size(item.bytes) if item.counted else f"({_size(item.bytes)})", item.remark)
+            for item in self.memory
+        ]
+        rows.append(("total", _size(self.total_bytes), "activations of the rest of the model come on top"))
+        lines += _table(rows, left=1, remark=True)
+        return "\n".join(lines + [f"note: {note}" for note in self.notes])
+
+
+def prepare(
+    model: nn.Module,
+    *,
+    batch_size: int = 1,
+    sequence_length: int = 2048,
+    optimizer: str | float = "adamw",
+    gradient_checkpointing: bool | None = None,
+    top_k: int | None = None,
+    quiet: bool = False,
+    file: TextIO | None = None,
+) -> Preparation:
+    """Prints what trains and how much memory it takes, and refuses a model of which no routed expert trains.
+
+    Only names, shapes and dtypes are read: the model may be on the meta device, and nothing is allocated. (PEFT
+    itself makes its factors on the CPU and moves them; ``with torch.device("meta"):`` around it avoids that.)
+
+    Args:
+        model: any module with routed experts, adapted or not (a ``PeftModel``, ``model.add_adapter``,
+            :class:`amx_sft_moe.nn.SftMoeExperts`, plain ``requires_grad``).
+        batch_size, sequence_length: of one forward and backward; accumulation costs nothing more.
+        optimizer: ``adamw``, ``adam``, ``sgd``, ``sgd_momentum``, ``none`` as torch keeps their state, or bytes
+            for each trained parameter.
+        gradient_checkpointing: ``None`` takes it from the model.
+        top_k: routes per token, where the model's configuration and routers do not say it.
+        quiet: print nothing, only return.
+        file: where to print; ``None`` is ``sys.stdout``.
+
+    Returns:
+        The same as an object: ``parts``, ``memory``, ``notes``, ``total_bytes``.
+
+    Raises:
+        ArgumentError: no routed expert trains (the message says what does, and how to target them), or an
+            argument does not fit. TypeError: ``model`` is no module.
+    """
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"model: expected a torch.nn.Module, got {type(model).__name__}")
+    as_int("batch_size", batch_size, 1)
+    as_int("sequence_length", sequence_length, 1)
+    experts = routed_experts(model)
+    parts = parts_of(model, experts)
+    _require_routed(model, experts, parts)
+    tokens = batch_size * sequence_length
+    if gradient_checkpointing is None:
+        gradient_checkpointing = any(getattr(m, "gradient_checkpointing", False) for m in model.modules())
+    layers = _shapes(model, experts, top_k)
+    memory = [
+        *_state(model, parts, optimizer),
+        *_activations(model, layers, tokens, gradient_checkpointing),
+    ]
+    found = Preparation(
+        _name(model),
+        tuple(parts),
+        tuple(memory),
+        tuple(_notes(experts, parts)),
+        batch_size,
+        sequence_length,
+        optimizer,
+    )
+    if not quiet:
+        print(found, file=sys.stdout if file is None else file)
+    return found
+
+
+def _require_routed(model: nn.Module, experts: list[RoutedExperts], parts: list[Part]) -> None:
+    if not experts:
+        raise ArgumentError(f"model: expected a model with routed experts, got {_name(model)} without any")
+    if any(part.key.group == ROUTED and part.key.how for part in parts):
+        return
+    trained = sorted({f"{part.key.group} ({part.key.target})" for part in parts if part.key.how})
+    raise ArgumentError(
+        f"model: expected routed experts that train, got {_name(model)} with the experts of {len(experts)} "
+        f"layers frozen; what trains: {', '.join(trained) or 'nothing'}. {_how_to_target(experts[0])}"
+    )
+
+
+def _how_to_target(experts: RoutedExperts) -> str:
+    block = ".".join(experts.name.split(".")[-2:])
+    if not experts.fused:
+        return f"To train them, name the projections below {block} in LoraConfig's target_modules"
+    names = [name for name, p in experts.module._parameters.items() if p is not None and p.dim() == 3]
+    targets = ", ".join(f'"{block}.{name}"' for name in names if not name.endswith(("_lora_a", "_lora_b")))
+    return f"To train them: LoraConfig(target_parameters=[{targets}], ...)"
+
+
+def _shapes(
+    model: nn.Module, experts: list[RoutedExperts], top_k: int | None
+) -> list[training_memory.LayerShape]:
+    if top_k is not None:
+        as_int("top_k", top_k, 1)
+    shapes = []
+    for one in experts:
+        if one.fused:
+            k = top_k if top_k is not None else _top_k(model, one.module)
+            shape = training_memory.layer_shape(one.module, one.num_experts, k, lora_ranks(one, model))
+            if shape is not None:
+                shapes.append(shape)
+    return shapes
+
+
+def _top_k(model: nn.Module, experts: nn.Module) -> int:
+    config: Any = getattr(experts, "config", None) or getattr(model, "config", None)
+    if hasattr(config, "get_text_config"):
+        config = config.get_text_config()
+    for holder in (experts, config):
+        for name in _TOP_K:
+            if isinstance(k := getattr(holder, name, None), int):
+                return k
+    raise ArgumentError(f"top_k: expected routes per token, since {_name(model)} does not say them, got None")
+
+
+def _state(model: nn.Module, parts: list[Part], optimizer: str | float) -> Iterable[MemoryItem]:
+    trained = [part for part in parts if part.key.how]
+    numbers, size = sum(part.parameters for part in trained), sum(part.bytes for part in trained)
+    buffers = sum(buffer.numel() * buffer.element_size() for buffer in model.buffers())
+    state = training_memory.optimizer_bytes(optimizer, numbers, size)
+    yield MemoryItem("weights, frozen", sum(part.bytes for part in parts) - size + buffers)
+    yield MemoryItem("weights, trained", size)
+    yield MemoryItem("gradients", size, remark="in the parameters' own types")
+    yield MemoryItem("optimizer state", state)
+
+
+def _activations(
+    model: nn.Module, layers: list[training_memory.LayerShape], tokens: int, checkpointing: bool
+) -> Iterable[MemoryItem]:
+    if not layers:
+        return
+    activation_bytes = _activation_bytes(model)
+    saved = [
+        training_memory.saved_by_operator(layer, tokens)
+        + training_memory.inputs_kept(layer, tokens, activation_bytes)
+        for layer in layers
+    ]
+    if checkpointing:
+        yield MemoryItem(
+            "saved activations of the experts",
+            max(saved),
+            remark="of one layer: gradient checkpointing runs each again",
+        )
+        blocks = sum(getattr(m, "gradient_checkpointing", False) is True for m in model.modules())
+        hidden = max(layer.hidden_size for layer in layers)
+        inputs = max(blocks, len(layers)) * tokens * hidden * activation_bytes
+        yield MemoryItem("inputs of the checkpointed layers", inputs)
+    else:
+        yield MemoryItem("saved activations of the experts", sum(saved), remark=f"{len(saved)} layers")
+    scratch = max(training_memory.workspace(layer, tokens) for layer in layers)
+    yield MemoryItem("workspace of the experts", scratch, remark="shared by all layers; and some MB a thread")
+    head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
+    if head is not None and getattr(head, "weight", None) is not None:
+        logits = tokens * head.weight.shape[0] * (activation_bytes + 4)
+        yield MemoryItem("logits and their gradient", logits, counted=False, remark="rough, not in the total")
+
+
+def _activation_bytes(model: nn.Module) -> int:
+    dtypes = [
+        p.element_size() for n, p in model.named_parameters() if p.is_floating_point() and "lora_" not in n
+    ]
+    return 2 if dtypes and max(set(dtypes), key=dtypes.count) <= 2 else 4
+
+
+def _notes(experts: list[RoutedExperts], parts: list[Part]) -> Iterable[str]:
+    trains = {part.key.group for part in parts if part.key.how}
+    there = {part.key.group for part in parts}
+    routed = {m for part in parts if part.key.group == ROUTED and part.key.how for m in part.modules}
+    layers = [one for one in experts if any((m + ".").startswith(one.name + ".") for m in routed)]
+    if len(layers) < len(experts):
+        yield f"routed experts train in {len(layers)} of {len(experts)} layers"
+    targets = {part.key.target for part in parts if part.key.group == ROUTED and part.key.how}
+    names = {
+        part.key.target for part in parts if part.key.group == ROUTED and part.key.target.endswith("_proj")
+    }
+    if missing := sorted(names - _with_their_halves(targets)):
+        yield f"of the routed experts {', '.join(missing)} does not train"
+    for group in (SHARED, DENSE):
+        if group in there and group not in trains:
+            yield f"{group}: none trains; target names that mean fused experts do not reach them"
+    if ROUTER in trains:
+        yield 'the router trains too ("all-linear" does that): which experts a token gets will move'
+    if EMBEDDINGS in trains:
+        yield "embeddings or the head train"
+    elsewhere = [one for one in layers if not _runs_here(one)]
+    if elsewhere:
+        yield (
+            f"the experts of {len(elsewhere)} layers ({elsewhere[0].name}, ...) do not run on this library: "
+            'call register() and model.set_experts_implementation("amx_sft_moe"); their activations are '
+            "estimated as if they did"
+        )
+
+
+def _with_their_halves(targets: set[str]) -> set[str]:
+    """gate_up_proj is gate_proj and up_proj, whichever way the weights or the adapters have it."""
+    halves = {"gate_proj", "up_proj"}
+    if halves <= targets:
+        return targets | {"gate_up_proj"}
+    return targets | halves if "gate_up_proj" in targets else targets
+
+
+def _runs_here(experts: RoutedExperts) -> bool:
+    return isinstance(experts.module, SftMoeExperts) or (experts.fused and experts_hook.is_ours(experts.module))
+
+
+def _name(model: nn.Module) -> str:
+    base = model.get_base_model() if hasattr(model, "get_base_model") else model
+    return type(base).__name__
+
+
+def _size(count: int) -> str:
+    for unit, size in (("GiB", 2**30), ("MiB", 2**20)):
+        if count >= size:
+            return f"{count / size:,.2f} {unit}"
+    return f"{count / 1024:,.2f} KiB"
+
+
+def _table(rows: list[tuple[str, ...]], *, left: int, remark: bool = False) -> list[str]:
+    """Rows with the first ``left`` columns to the left, the rest to the right, and a remark as it is."""
+    widths = [max(len(row[c]) for row in rows) for c in range(len(rows[0]))]
+    lines = []
+    for row in rows:
+        cells = []
+        for c, cell in enumerate(row):
+            if remark and c == len(row) - 1:
+                cells.append(cell)
+            else:
+                cells.append(cell.ljust(widths[c]) if c < left else cell.rjust(widths[c]))
+        lines.append(("  " + "  ".join(cells)).rstrip())
+    return lines

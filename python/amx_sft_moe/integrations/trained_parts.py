@@ -1,0 +1,218 @@
+"""What of a model trains, by part: routed experts, router, shared experts, attention, ...
+
+Parts are told apart by where parameters lie and by their shapes. Routed experts are a module with two or more
+stacked parameters ``[E, ..., ...]`` of its own (transformers' fused experts, ours), or modules numbered below
+one called ``experts``. What stands beside them in their block is the router where it has a matrix of E rows,
+and the shared experts where it is called that.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+
+ROUTED = "routed experts"
+SHARED = "shared experts"
+ROUTER = "router"
+ATTENTION = "attention"
+EMBEDDINGS = "embeddings and head"
+DENSE = "dense MLP"
+OTHER = "other"
+
+# Levels of names that adapters put between a module and what it wraps.
+_WRAPPING = re.compile(
+    r"^base_model\.model\.|\.base_layer(?=\.|$)|\.(modules_to_save\.[^.]+|original_module)(?=\.|$)"
+)
+_PEFT_LORA = re.compile(r"^(?P<layer>.*)\.lora_(?:embedding_)?[AB]\.(?P<adapter>[^.]+)(?:\.weight)?$")
+_OUR_LORA = re.compile(r"^(?P<target>\w+)_lora_[ab]$")
+_NUMBERED_EXPERT = re.compile(r"^(?P<experts>.*\.experts)\.\d+\.(?P<target>.+)$")
+
+
+@dataclass(frozen=True)
+class RoutedExperts:
+    """The routed experts of one layer."""
+
+    name: str
+    module: nn.Module  # below whatever wraps it
+    num_experts: int
+    fused: bool
+
+
+@dataclass(frozen=True)
+class PartKey:
+    """Where parameters lie and how they train; ``how`` is empty where they do not."""
+
+    group: str
+    target: str
+    how: str
+    dtype: torch.dtype
+
+
+@dataclass
+class Part:
+    """Parameters of one kind, over all layers."""
+
+    key: PartKey
+    modules: set[str] = field(default_factory=set)
+    parameters: int = 0
+    bytes: int = 0
+
+
+@dataclass(frozen=True)
+class LoraOfExperts:
+    """Ranks of one layer's active adapters together, by projection."""
+
+    gate: int = 0
+    up: int = 0
+    down: int = 0
+
+
+def unwrapped(name: str) -> str:
+    """A name as the model without adapters has it."""
+    return _WRAPPING.sub("", name)
+
+
+def routed_experts(model: nn.Module) -> list[RoutedExperts]:
+    """Routed experts by layer, in the model's order."""
+    found: dict[str, RoutedExperts] = {}
+    for name, module in model.named_modules():
+        stacked = [p for p in module._parameters.values() if p is not None and p.dim() == 3]
+        if len(stacked) >= 2 and len({p.shape[0] for p in stacked}) == 1:
+            name = unwrapped(name)
+            found[name] = RoutedExperts(name, module, stacked[0].shape[0], fused=True)
+        elif isinstance(module, nn.ModuleList) and name.endswith(".experts"):
+            name = unwrapped(name)
+            found[name] = RoutedExperts(name, module, len(module), fused=False)
+    return list(found.values())
+
+
+def parts_of(model: nn.Module, experts: list[RoutedExperts]) -> list[Part]:
+    """All parameters of the model, each once, by part; trained ones first."""
+    modules = dict(model.named_modules())
+    groups = _Groups(model, experts)
+    parts: dict[PartKey, Part] = {}
+    for name, parameter in model.named_parameters():
+        target, how = _target(name, modules)
+        group = groups.of(name)
+        key = PartKey(group, target, how if parameter.requires_grad else "", parameter.dtype)
+        part = parts.setdefault(key, Part(key))
+        lora = _PEFT_LORA.match(name)
+        part.modules.add(unwrapped(lora["layer"]) if lora else _module_of(unwrapped(name)))
+        part.parameters += parameter.numel()
+        part.bytes += parameter.numel() * parameter.element_size()
+    order = [ROUTED, ROUTER, SHARED, DENSE, ATTENTION, EMBEDDINGS, OTHER]
+    return sorted(parts.values(), key=lambda p: (not p.key.how, order.index(p.key.group), p.key.target))
+
+
+def lora_ranks(experts: RoutedExperts, model: nn.Module) -> LoraOfExperts:
+    """Summed ranks of the active adapters of fused experts; gate and up each have that of ``gate_up_proj``."""
+    ranks = dict.fromkeys(("gate", "up", "gate_up", "down"), 0)
+    for name, parameter in experts.module._parameters.items():
+        if parameter is not None and name.endswith("_lora_a"):
+            ranks[name.removesuffix("_lora_a")] += parameter.shape[1]
+    for name, module in model.named_modules():
+        target = getattr(module, "parameter_name", None)
+        if isinstance(target, str) and unwrapped(name) == experts.name and hasattr(module, "active_adapters"):
+            applied = [adapter for adapter in module.active_adapters if adapter in module.r]
+            ranks[target.removesuffix("_proj")] = sum(module.r[adapter] for adapter in applied)
+    return LoraOfExperts(ranks["gate"] + ranks["gate_up"], ranks["up"] + ranks["gate_up"], ranks["down"])
+
+
+class _Groups:
+    """The part that a parameter belongs to, by its name."""
+
+    def __init__(self, model: nn.Module, experts: list[RoutedExperts]) -> None:
+        self._experts = {one.name for one in experts}
+        self._beside = {one.name.rpartition(".")[0]: one.num_experts for one in experts}
+        self._routers = set(self._find_routers(model))
+        self._embeddings = set(_embeddings(model))
+
+    def of(self, name: str) -> str:
+        name = unwrapped(name)
+        parents = list(_parents(name))
+        if any(parent in self._experts for parent in parents) or _NUMBERED_EXPERT.match(name):
+            return ROUTED
+        if any(parent in self._routers for parent in parents):
+            return ROUTER
+        words = name.lower().split(".")
+        if any("shared" in word and "expert" in word for word in words):
+            return SHARED
+        if any(("attn" in word or "attention" in word) and "norm" not in word for word in words):
+            return ATTENTION
+        if any(parent in self._embeddings for parent in parents):
+            return EMBEDDINGS
+        if any(word in ("mlp", "feed_forward", "ffn") for word in words) and "norm" not in name.lower():
+            return DENSE
+        return OTHER
+
+    def _find_routers(self, model: nn.Module) -> Iterator[str]:
+        for name, parameter in model.named_parameters():
+            if parameter.dim() != 2 or "lora_" in name:
+                continue
+            module = _module_of(unwrapped(name))
+            block, _, leaf = module.rpartition(".")
+            if block not in self._beside and ("router" in block or "gate" in block):
+                # The router holds its matrix in a layer of its own.
+                module = block
+                block, _, leaf = module.rpartition(".")
+            if parameter.shape[0] == self._beside.get(block) and "shared" not in leaf:
+                yield module
+
+
+def _embeddings(model: nn.Module) -> Iterator[str]:
+    head = None
+    if hasattr(model, "get_output_embeddings"):
+        try:
+            head = model.get_output_embeddings()
+        except (AttributeError, NotImplementedError):  # a model without a head
+            head = None
+    for name, module in model.named_modules():
+        if isinstance(module, nn.Embedding) or (head is not None and module is head):
+            yield unwrapped(name)
+
+
+def _target(name: str, modules: dict[str, nn.Module]) -> tuple[str, str]:
+    """What a parameter belongs to within its part, and how it trains where it does."""
+    plain = unwrapped(name)
+    if lora := _PEFT_LORA.match(name):
+        layer: Any = modules[lora["layer"]]
+        adapter = lora["adapter"]
+        target = getattr(layer, "parameter_name", None) or _leaf(unwrapped(lora["layer"]))
+        how = f"LoRA r={layer.r[adapter]}, scaling {layer.scaling[adapter]:.4g}"
+        return target, how if adapter == "default" else f"{how} ({adapter})"
+    if lora := _OUR_LORA.match(_leaf(plain)):
+        layer = modules[name.rpartition(".")[0]]
+        scaling = 1.0 if layer.lora_alpha is None else layer.lora_alpha / layer.lora_rank
+        return f"{lora['target']}_proj", f"LoRA r={layer.lora_rank}, scaling {scaling:.4g}"
+    if expert := _NUMBERED_EXPERT.match(plain):
+        return expert["target"].removesuffix(".weight"), _way(name, modules)
+    module, leaf = _module_of(plain), _leaf(plain)
+    return (_leaf(module) if leaf in ("weight", "bias") else leaf), _way(name, modules)
+
+
+def _way(name: str, modules: dict[str, nn.Module]) -> str:
+    if ".modules_to_save." in name:
+        return "full (a copy)"
+    for parent in _parents(name):
+        if hasattr(modules.get(parent), "base_layer") and not name.startswith(f"{parent}.base_layer"):
+            return f"adapter {type(modules[parent]).__name__}"
+    return "full"
+
+
+def _module_of(name: str) -> str:
+    return name.rpartition(".")[0]
+
+
+def _leaf(name: str) -> str:
+    return name.rpartition(".")[2]
+
+
+def _parents(name: str) -> Iterator[str]:
+    while "." in name:
+        name = name.rpartition(".")[0]
+        yield name
