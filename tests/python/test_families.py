@@ -7,6 +7,8 @@ from typing import Any
 
 import pytest
 import torch
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from families import FAMILIES, family_model, token_batch, train, with_lora
 from models import loss_and_gradients
@@ -98,3 +100,74 @@ def test_generation_saves_nothing(family: str, calls: list[torch.Tensor]) -> Non
             texts.append(model.generate(input_ids=ids, max_new_tokens=4, do_sample=False))
     assert len(calls) == 4 * layers_with_experts(model)
     assert torch.equal(texts[0], texts[1])
+
+
+class LiveBytes(TorchDispatchMode):
+    """Bytes of the tensors made since it was entered that are alive, and the most there were at once."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._storages: dict[int, tuple[StorageWeakRef, int]] = {}
+        self.most = 0
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = function(*args, **(kwargs or {}))
+        for tensor in out if isinstance(out, (tuple, list)) else (out,):
+            if isinstance(tensor, torch.Tensor):
+                storage = tensor.untyped_storage()
+                self._storages[storage._cdata] = StorageWeakRef(storage), storage.nbytes()
+        self._storages = {key: kept for key, kept in self._storages.items() if not kept[0].expired()}
+        self.most = max(self.most, sum(size for _, size in self._storages.values()))
+        return out
+
+
+@pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss"])
+def test_checkpointing_frees_activations(family: str) -> None:
+    types = {"layer_types": ["full_attention"] * 6} if family == "gpt_oss" else {}
+    model = with_lora(family_model(family, OURS, num_hidden_layers=6, **types), rank=1).train()
+    model.config.use_cache = False
+    model.enable_input_require_grads()
+    batch = token_batch(rows=1, length=60)
+    model(**batch).loss.backward()  # gradients exist from here on
+
+    def most_alive() -> int:
+        with LiveBytes() as live:
+            model(**batch).loss.backward()
+        return live.most
+
+    without = most_alive()
+    for reentrant in (False, True):
+        model.gradient_checkpointing_enable({"use_reentrant": reentrant})
+        assert most_alive() < 0.5 * without, f"reentrant: {reentrant}"
+
+
+@pytest.mark.parametrize("family", ["qwen3_moe", "mixtral", "gpt_oss"])
+@pytest.mark.parametrize("weights", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("x", [torch.bfloat16, torch.float32])
+def test_mixed_dtypes(family: str, weights: torch.dtype, x: torch.dtype, calls: list[torch.Tensor]) -> None:
+    """As under autocast, and where models were cast in part: y has the dtype of x, each gradient that of what
+    it is of."""
+    random = torch.Generator().manual_seed(3)
+    hidden = torch.randn(11, 32, generator=random)
+    ids = torch.rand(11, 5, generator=random).argsort(1)[:, :2]
+    routing = torch.rand(11, 2, generator=random)
+    found = []
+    for implementation, dtypes in (("eager", (torch.float32,) * 2), (OURS, (weights, x))):
+        model = family_model(family, implementation, dtypes[0])
+        experts = next(module for module in model.modules() if hasattr(module, "_apply_gate"))
+        leaves = [hidden.to(dtypes[1]).requires_grad_(), routing.to(dtypes[1]).requires_grad_()]
+        with torch.autocast("cpu", torch.bfloat16, enabled=implementation == OURS):
+            y = experts(leaves[0], ids, leaves[1])
+        assert y.dtype == dtypes[1]
+        grads = torch.autograd.grad(y.float().square().sum(), leaves)
+        assert all(grad.dtype == dtypes[1] for grad in grads)
+        found.append({"y": y.detach(), "x": grads[0], "routing": grads[1]})
+    assert len(calls) == 1
+    assert_close(found[1], found[0], 1e-5 if weights == x == torch.float32 else 3e-2)
+
+
+def test_float16_is_left_alone(calls: list[torch.Tensor]) -> None:
+    model = family_model("gpt_oss", OURS, torch.float16)
+    with torch.no_grad():
+        assert torch.isfinite(model(**token_batch()).loss)
+    assert not calls

@@ -135,15 +135,6 @@ def test_gradient_checkpointing(reentrant: bool, calls: list[torch.Tensor]) -> N
     assert all(torch.equal(found[0][name], found[1][name]) for name in found[0])
 
 
-def test_compiled_model_breaks_its_graph_here(calls: list[torch.Tensor]) -> None:
-    model = base_model(OURS).eval()
-    with torch.no_grad():
-        expected = model(batch()["input_ids"]).logits
-        found = torch.compile(model, backend="eager")(batch()["input_ids"]).logits
-    assert len(calls) == 6
-    torch.testing.assert_close(found, expected)
-
-
 def test_trainable_base_weights_fall_back(
     calls: list[torch.Tensor], warnings_of_hook: pytest.LogCaptureFixture
 ) -> None:

@@ -122,6 +122,8 @@ class ExpertsHook:
         weights = {name: base_weight(module, name) for name in ("gate_up_proj", "down_proj")}
         if torch.is_grad_enabled() and any(weight.requires_grad for weight in weights.values()):
             raise NotUnderstoodError("base weights require a gradient, which the operator does not compute")
+        if layout.biased:
+            require_biases(module, layout, weights["down_proj"].shape)
         found = self._layers.get(module)
         if (
             found is None
@@ -146,9 +148,6 @@ class ExpertsHook:
                 made_from=_state_of(weights, top_k),
             )
             self._layers[module] = found
-        if layout.biased:
-            experts = found.experts
-            require_biases(module, experts.num_experts, experts.hidden_size, experts.intermediate_size)
         return found
 
     def _name_of(self, module: nn.Module, before: _Layer | None) -> str:
@@ -182,11 +181,11 @@ class ExpertsHook:
         adapters = traced_on(module)
         if adapters is None:
             return _outside_of_graphs(self, module, *inputs)
-        weights = module._parameters.get("gate_up_proj"), module._parameters.get("down_proj")
-        trained = torch.is_grad_enabled() and any(w is not None and w.requires_grad for w in weights)
         dtypes = hidden_states.dtype, top_k_weights.dtype
-        found = _plan(self, module, *[tuple(map(int, t.shape[1:])) for t in inputs], *dtypes, trained)
-        if found is None:
+        extents = [tuple(map(int, tensor.shape[1:])) for tensor in inputs]
+        found = _plan(self, module, *extents, *dtypes, torch.is_grad_enabled())
+        # Weights are looked at after the plan, which may lay out their memory: graphs are guarded by strides.
+        if found is None or (torch.is_grad_enabled() and _trains_weights(module)):
             return _by_default(module, adapters, *inputs)
         handle, saved, num_experts, *flags = found
         layout = Layout(*flags)
@@ -240,14 +239,14 @@ def _plan(
     routes: tuple[int, ...],
     x_dtype: torch.dtype,
     routing_dtype: torch.dtype,
-    trained: bool,
+    grad_enabled: bool,
 ) -> tuple[int, torch.dtype, int, bool, bool, bool] | None:
     """How a graph calls the layer: handle, dtype of what is saved, number of experts, parts of its layout; None
     where the default implementation runs. Asked once, while dynamo traces; extents are those after the number
     of tokens."""
     try:
         _require_inputs(hidden, ids, routes, x_dtype, routing_dtype)
-        with torch.set_grad_enabled(trained):
+        with torch.set_grad_enabled(grad_enabled):
             layer = hook.in_graph(module, *hidden, ids[0])
     except NotUnderstoodError as reason:
         hook.warn_once(type(module).__name__, str(reason))
@@ -273,6 +272,11 @@ def _require_inputs(
     for name, dtype in (("hidden_states", x_dtype), ("top_k_weights", routing_dtype)):
         if dtype not in FLOATS:
             raise NotUnderstoodError(f"expected {name} in bfloat16 or float32, got {dtype}")
+
+
+def _trains_weights(module: nn.Module) -> bool:
+    weights = module._parameters.get("gate_up_proj"), module._parameters.get("down_proj")
+    return any(weight is not None and weight.requires_grad for weight in weights)
 
 
 def _lora_of(

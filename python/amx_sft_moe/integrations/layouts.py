@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import logging
 import threading
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -115,8 +116,10 @@ def _biases(module: nn.Module) -> tuple[torch.Tensor, torch.Tensor]:
     return found[0], found[1]
 
 
-def require_biases(module: nn.Module, experts: int, hidden: int, intermediate: int) -> None:
-    """Raises NotUnderstoodError where the operator cannot take the module's biases."""
+def require_biases(module: nn.Module, layout: Layout, down: Sequence[int]) -> None:
+    """Raises NotUnderstoodError where the operator cannot take the module's biases beside a ``down_proj`` of
+    this shape."""
+    experts, hidden, intermediate = (down[0], down[2], down[1]) if layout.transposed else down
     shapes = (experts, 2 * intermediate), (experts, hidden)
     names = "gate_up_proj_bias", "down_proj_bias"
     for name, bias, shape in zip(names, _biases(module), shapes, strict=True):
