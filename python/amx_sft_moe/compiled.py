@@ -52,7 +52,7 @@ def handle_of(layer: Layer | FrozenExperts) -> tuple[int, torch.dtype]:
         handle = next(_next_handle)
         _handles[layer] = handle
         _layers[handle] = layer
-    return handle, _experts(handle).weights["down_proj"].dtype
+    return handle, _experts(handle).dtype
 
 
 # The same while dynamo traces: asked once, then part of the graph, which is guarded by the layer's identity.

@@ -161,6 +161,12 @@ class FrozenExperts:
         """The base weights by name."""
         return self._weights
 
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of the base weights."""
+        down = self._weights["down_proj"]
+        return down.dtype if isinstance(down, torch.Tensor) else down[0].dtype
+
     def operator(self) -> _core.SftMoe:
         """The calling thread's operator, its base weights where they are now."""
         state = _of_this_thread

@@ -241,6 +241,12 @@ class TestMappedModel:
                 module.act_fn = torch.nn.Tanh()
         assert torch.allclose(model(ids()).logits, expected(ids()).logits, atol=1e-6)
 
+    def test_compiled_it_is_the_same(self, checkpoint):
+        model = load_model(checkpoint("mixtral"))
+        with torch.no_grad():
+            expected = model(ids()).logits
+            assert torch.equal(torch.compile(model, backend="eager")(ids()).logits, expected)
+
     def test_moving_and_casting(self, checkpoint):
         model = load_model(checkpoint("mixtral"))
         before = model(ids()).logits
