@@ -90,7 +90,7 @@ def test_an_interrupted_conversion_goes_on(folder, written, monkeypatch):
 def test_leftovers_of_a_killed_process_are_removed(folder, written):
     load(folder)
     lost = cache(folder) / f"{WEIGHTS[2]}.safetensors"
-    left = lost.with_name(f".{lost.name}.partial")
+    left = lost.with_name(f".{WEIGHTS[0]}.safetensors.partial")
     left.write_bytes(lost.read_bytes()[:100])
     lost.unlink()
     load(folder)
