@@ -1,21 +1,27 @@
 // Reproducible operands: values are irrelevant to speed as long as they are normal numbers.
 #pragma once
 
+#include <algorithm>
 #include <cstdint>
 
 #include "amx_sft_moe/amx_sft_moe.hpp"
 
 namespace bench {
 
-// Uniform in [-scale, scale]. Also the first touch, which can be slow on virtual machines.
+// Uniform in [-scale, scale], again and again the same 2^20 values. Also the first touch, which can be slow on virtual
+// machines.
 template <class T>
 void fill(amx_sft_moe::AlignedBuffer<T>& buffer, amx_sft_moe::index_t count, float scale, std::uint32_t seed) {
   buffer.reserve(count);
   std::uint32_t state = seed * 2654435761U + 1U;
-  for (amx_sft_moe::index_t i = 0; i < count; ++i) {
+  const amx_sft_moe::index_t fresh = std::min(count, amx_sft_moe::index_t{1} << 20);
+  for (amx_sft_moe::index_t i = 0; i < fresh; ++i) {
     state = state * 1664525U + 1013904223U;
     const float unit = static_cast<float>(static_cast<std::int32_t>(state)) * 0x1p-31F;
     buffer[i] = amx_sft_moe::from_float<T>(unit * scale);
+  }
+  for (amx_sft_moe::index_t i = fresh; i < count; i += fresh) {
+    std::copy_n(buffer.data(), std::min(fresh, count - i), buffer.data() + i);
   }
 }
 

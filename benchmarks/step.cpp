@@ -1,104 +1,25 @@
 // One training step of the operator (forward_sft + backward, all LoRA gradients) on layers of published models.
 //
 //   bench_step [shape] [tokens] [kernel] [threads] [iterations]
-//   shapes: qwen3-30b-a3b, deepseek-v3-32 (a slice of 32 experts), mixtral, gpt-oss, small
+//   shapes: qwen3-30b-a3b, deepseek-v3 (22 GB of weights), deepseek-v3-32 (a slice of 32 experts), mixtral, gpt-oss,
+//   small
 //
 // Prints medians, the phases of a median step, LoRA's share, and the share of the machine's limit: the larger
 // of useful FLOP / measured peak and bytes of active weights (each pass reads them once) / measured bandwidth.
 #include <algorithm>
 #include <cstdlib>
-#include <cstring>
 #include <numeric>
-#include <random>
 
 #include "kernels.hpp"
+#include "layer.hpp"
 #include "machine.hpp"
-#include "random_data.hpp"
 
 namespace {
 
 using namespace amx_sft_moe;  // NOLINT(google-build-using-namespace)
-
-struct LayerShape {
-  const char* name;
-  index_t experts, top_k, hidden, intermediate;
-};
-constexpr LayerShape kShapes[] = {{"qwen3-30b-a3b", 128, 8, 2048, 768},
-                                  {"deepseek-v3-32", 32, 8, 7168, 2048},
-                                  {"mixtral", 8, 2, 4096, 14336},
-                                  {"gpt-oss", 32, 4, 2880, 2880},
-                                  {"small", 16, 4, 512, 256}};
-constexpr index_t kRank = 16;
-
-struct Layer {
-  AlignedBuffer<bf16> gate, up, down;
-  AlignedBuffer<bf16> lora[6], grads[6];
-  AlignedBuffer<bf16> x, y, grad_y, grad_x;
-  AlignedBuffer<float> weights, grad_weights;
-  AlignedBuffer<std::int64_t> ids;
-  index_t active = 0;  // experts with tokens
-
-  Layer(const LayerShape& s, index_t tokens) {
-    const index_t matrix = s.experts * s.hidden * s.intermediate;
-    bench::fill(gate, matrix, 0.03F, 1);
-    bench::fill(up, matrix, 0.03F, 2);
-    bench::fill(down, matrix, 0.03F, 3);
-    for (int f = 0; f < 6; ++f) {
-      const index_t size = s.experts * kRank * std::max(s.hidden, s.intermediate);
-      bench::fill(lora[f], size, 0.03F, 10 + static_cast<std::uint32_t>(f));
-      bench::fill(grads[f], size, 0.0F, 1);
-    }
-    for (auto* buffer : {&x, &y, &grad_y, &grad_x}) bench::fill(*buffer, tokens * s.hidden, 1.0F, 4);
-    bench::fill(weights, tokens * s.top_k, 0.0F, 1);
-    bench::fill(grad_weights, tokens * s.top_k, 0.0F, 1);
-    route(s, tokens);
-  }
-
-  void route(const LayerShape& s, index_t tokens) {
-    ids.reserve(tokens * s.top_k);
-    std::mt19937 random(7);
-    std::vector<std::int64_t> experts(static_cast<std::size_t>(s.experts));
-    std::vector<bool> used(experts.size());
-    for (index_t t = 0; t < tokens; ++t) {
-      std::iota(experts.begin(), experts.end(), 0);
-      std::shuffle(experts.begin(), experts.end(), random);
-      for (index_t j = 0; j < s.top_k; ++j) {
-        ids[t * s.top_k + j] = experts[static_cast<std::size_t>(j)];
-        used[static_cast<std::size_t>(experts[static_cast<std::size_t>(j)])] = true;
-        weights[t * s.top_k + j] = 1.0F / static_cast<float>(s.top_k);
-      }
-    }
-    active = std::count(used.begin(), used.end(), true);
-  }
-
-  BaseWeights<bf16> base(const LayerShape& s) const {
-    return {ExpertMatrices<const bf16>::stacked(gate.data(), s.intermediate, s.hidden),
-            ExpertMatrices<const bf16>::stacked(up.data(), s.intermediate, s.hidden),
-            ExpertMatrices<const bf16>::stacked(down.data(), s.hidden, s.intermediate)};
-  }
-  // Rows and columns of factor f: gate a, b, up a, b, down a, b.
-  static std::pair<index_t, index_t> dims(const LayerShape& s, int f) {
-    const index_t in = f < 4 ? s.hidden : s.intermediate;
-    const index_t out = f < 4 ? s.intermediate : s.hidden;
-    return f % 2 == 0 ? std::pair{kRank, in} : std::pair{out, kRank};
-  }
-  LoraWeights adapters(const LayerShape& s) const {
-    auto factor = [&](int f) {
-      return AnyConstExpertTensor(lora[f].data(), s.experts, dims(s, f).first, dims(s, f).second);
-    };
-    return {{factor(0), factor(1), 2.0F}, {factor(2), factor(3), 2.0F}, {factor(4), factor(5), 2.0F}};
-  }
-  Gradients gradients(const LayerShape& s, index_t tokens) const {
-    auto factor = [&](int f) {
-      return AnyExpertTensor(grads[f].data(), s.experts, dims(s, f).first, dims(s, f).second);
-    };
-    Gradients to;
-    to.x = AnyMatrix(grad_x.data(), tokens, s.hidden, s.hidden);
-    to.routing_weights = AnyMatrix(grad_weights.data(), tokens, s.top_k, s.top_k);
-    to.lora = {factor(0), factor(1), factor(2), factor(3), factor(4), factor(5)};
-    return to;
-  }
-};
+using bench::kRank;
+using bench::Layer;
+using bench::LayerShape;
 
 struct Pass {
   std::vector<double> ms;
@@ -143,19 +64,12 @@ void bench_step(const LayerShape& shape, index_t tokens, const char* kernel, int
   const bench::Machine machine = bench::measure_machine(threads);
   bench::print(machine, threads);
   const Layer layer(shape, tokens);
-  Config config;
-  config.num_experts = shape.experts;
-  config.top_k = shape.top_k;
-  config.hidden_size = shape.hidden;
-  config.intermediate_size = shape.intermediate;
-  config.num_threads = threads;
-  const auto moe = make_sft_moe<bench::Kernels>(kernel, config, layer.base(shape), layer.adapters(shape));
-  const Routing routing{tokens, ExpertIds(layer.ids.data(), shape.top_k),
-                        AnyConstMatrix(layer.weights.data(), tokens, shape.top_k, shape.top_k)};
-  const AnyConstMatrix x(layer.x.data(), tokens, shape.hidden, shape.hidden);
-  const AnyConstMatrix grad_y(layer.grad_y.data(), tokens, shape.hidden, shape.hidden);
-  const AnyMatrix y(layer.y.data(), tokens, shape.hidden, shape.hidden);
-  const Gradients grads = layer.gradients(shape, tokens);
+  const auto moe = make_sft_moe<bench::Kernels>(kernel, layer.config(threads), layer.base(), layer.adapters());
+  const Routing routing = layer.routing();
+  const AnyConstMatrix x = layer.const_rows(layer.x);
+  const AnyConstMatrix grad_y = layer.const_rows(layer.grad_y);
+  const AnyMatrix y = layer.rows(layer.y);
+  const Gradients grads = layer.gradients();
 
   Pass forward, backward;
   for (int i = 0; i <= iterations; ++i) {  // the first warms up
@@ -202,14 +116,12 @@ int main(int argc, char** argv) {
   const char* kernel = argc > 3 ? argv[3] : "auto";
   const int threads = argc > 4 ? std::atoi(argv[4]) : parallel::default_num_threads();
   const int iterations = argc > 5 ? std::atoi(argv[5]) : 7;
-  for (const LayerShape& shape : kShapes) {
-    if (std::strcmp(shape.name, name) == 0) {
-      bench_step(shape, tokens, kernel, threads, iterations);
-      return 0;
-    }
+  if (const LayerShape* shape = bench::shape_named(name); shape != nullptr) {
+    bench_step(*shape, tokens, kernel, threads, iterations);
+    return 0;
   }
   std::fprintf(stderr, "no shape %s; one of:", name);
-  for (const LayerShape& shape : kShapes) std::fprintf(stderr, " %s", shape.name);
+  for (const LayerShape& shape : bench::kShapes) std::fprintf(stderr, " %s", shape.name);
   std::fprintf(stderr, "\n");
   return 1;
 }

@@ -1,4 +1,4 @@
-"""Command line: ``python -m amx_sft_moe info | finetune | profile | timeline``."""
+"""Command line: ``python -m amx_sft_moe info | finetune | adapter | profile | timeline``."""
 
 from __future__ import annotations
 
@@ -18,6 +18,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         from amx_sft_moe.finetune.cli import main as finetune
 
         return finetune(arguments[1:])
+    if arguments[:1] == ["adapter"]:
+        from amx_sft_moe.adapters.cli import main as adapter
+
+        return adapter(arguments[1:])
     if arguments[:1] == ["profile"]:
         from amx_sft_moe.profile import main as profile
 
@@ -31,6 +35,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     show = commands.add_parser("info", help="what this build and this machine offer")
     show.add_argument("--json", action="store_true", help="as JSON instead of text")
     commands.add_parser("finetune", help="fine-tune a Mixture-of-Experts model with LoRA", add_help=False)
+    commands.add_parser("adapter", help="convert, merge, inspect, check LoRA adapters", add_help=False)
     commands.add_parser("profile", help="time one layer's step, phase by phase", add_help=False)
     commands.add_parser("timeline", help="where the time of recorded steps went", add_help=False)
     options = parser.parse_args(arguments)

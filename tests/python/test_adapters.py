@@ -8,10 +8,12 @@ from typing import Any
 
 import pytest
 import torch
-from peft import PeftModel
+from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file
 
+from adapter_cases import OPTIONS, checkpoint, largest_difference, model_of, stock_adapter, stock_merge
 from amx_sft_moe import ArgumentError, adapters
+from amx_sft_moe.adapters import files
 from models import EXPERTS, add_lora, base_model, batch
 from test_peft import without_our_place_in_peft
 
@@ -36,6 +38,7 @@ def loss(model: torch.nn.Module) -> torch.Tensor:
         {"target_parameters": EXPERTS[1:]},
         {"rank_pattern": {".*experts.down_proj": 6, "v_proj": 2}, "alpha_pattern": {"q_proj": 3}},
         {"rank_pattern": {".*experts.gate_up_proj": 3}},
+        {"rank_pattern": {r".*layers\.1\.mlp\.experts\.(down|gate_up)_proj": 2}},
     ],
     ids=str,
 )
@@ -124,7 +127,7 @@ def test_a_failed_save_leaves_what_was_there(tmp_path: Path, monkeypatch: pytest
     def full_disk(*arguments: Any, **options: Any) -> None:
         raise OSError("No space left on device")
 
-    monkeypatch.setattr(adapters, "save_file", full_disk)
+    monkeypatch.setattr(files, "save_file", full_disk)
     with pytest.raises(OSError, match="No space left"):
         adapters.save_per_expert(trained, tmp_path)
     assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before
@@ -143,7 +146,32 @@ def test_what_cannot_be_saved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
         ambiguous = add_lora(base_model("eager", mlp_only_layers=[0]), target_modules=["gate_proj"])
     with pytest.raises(ArgumentError, match=r"layers\.0\.mlp\.gate_proj"):
         adapters.save_per_expert(ambiguous, tmp_path)
-    uneven = add_lora(base_model("eager"), rank_pattern={r".*layers\.1\.mlp\.experts\.down_proj": 2})
-    with pytest.raises(ArgumentError, match="one rank and scaling"):
-        adapters.save_per_expert(uneven, tmp_path)
+    dora = add_lora(base_model("eager"))
+    dora.peft_config["default"].use_dora = True
+    with pytest.raises(ArgumentError, match="use_dora"):
+        adapters.save_per_expert(dora, tmp_path)
+    fused_on_disk = get_peft_model(model_of(checkpoint("gpt_oss")), LoraConfig(**OPTIONS))
+    with pytest.raises(ArgumentError, match=r"mlp\.experts"):
+        adapters.save_per_expert(fused_on_disk, tmp_path)
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("family", ["mixtral", "qwen2", "deepseek"])
+def test_other_families(family: str, tmp_path: Path) -> None:
+    directory, merged = stock_adapter(family)
+    model = PeftModel.from_pretrained(model_of(checkpoint(family)), directory)
+    adapters.save_per_expert(model, tmp_path)
+    assert largest_difference(stock_merge(family, tmp_path), merged) <= 1e-6
+
+
+def test_other_files_stay(tmp_path: Path) -> None:
+    (tmp_path / "checkpoint-1").mkdir()
+    (tmp_path / "checkpoint-1" / "state.json").write_text("{}")
+    (tmp_path / "tokenizer.json").write_text("[]")
+    trained = add_lora(base_model("eager"))
+    for _ in range(2):
+        adapters.save_per_expert(trained, tmp_path)
+    assert (tmp_path / "checkpoint-1" / "state.json").read_text() == "{}"
+    assert (tmp_path / "tokenizer.json").read_text() == "[]"
+    assert len(list(tmp_path.iterdir())) == 4
+    assert [path.name for path in tmp_path.parent.iterdir() if "partial" in path.name] == []

@@ -28,8 +28,13 @@ struct Blocking {
   static constexpr index_t kMinCols = 32;
   // Wider panels than this make too few tasks; reading 512 bytes of each row is enough for the prefetchers.
   static constexpr index_t kMaxCols = 256;
-  // Tokens whose sum one task makes.
+  // Tokens whose sums one task makes at most.
   static constexpr index_t kTokenChunk = 16;
+
+  // Tokens whose sums one task makes: four tasks a thread, so that many threads have work and end together.
+  static constexpr index_t tokens_per_sum(index_t tokens, int threads) {
+    return std::clamp<index_t>(tokens / (4 * index_t{threads}), 1, kTokenChunk);
+  }
 
   static Blocking of_this_machine() {
     Blocking blocking;

@@ -381,7 +381,9 @@ inline void store_weight_gradients(const RoutingTable& routing, const Task& task
 template <class Kernel>
 void backward_sum_tokens(Step<Kernel>& step, const BackwardRows<Kernel>& rows, const Gradients& grads) {
   step.work.tasks.clear();
-  if (!grads.x.empty() || !grads.routing_weights.empty()) add_token_tasks(step.work.tasks, step.tokens);
+  if (!grads.x.empty() || !grads.routing_weights.empty()) {
+    add_token_tasks(step.work.tasks, step.tokens, step.threads);
+  }
   run_region(step, PhaseGroup::kBackwardGateUp, [&](Worker<Kernel>& worker, const Task& task) {
     if (!grads.x.empty()) {
       worker.time(Phase::kGu4SumTokens, [&] { sum_rows_of_tokens(step, task, rows.grad_x, grads.x); });

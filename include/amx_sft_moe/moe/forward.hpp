@@ -176,11 +176,12 @@ void forward_down(Step<Kernel>& step) {
 }
 
 // Tasks over tokens, not over an expert's rows.
-inline void add_token_tasks(std::vector<Task>& tasks, index_t tokens) {
-  for (index_t t = 0; t < tokens; t += gemm::Blocking::kTokenChunk) {
+inline void add_token_tasks(std::vector<Task>& tasks, index_t tokens, int threads) {
+  const index_t step = gemm::Blocking::tokens_per_sum(tokens, threads);
+  for (index_t t = 0; t < tokens; t += step) {
     Task task;
     task.row = t;
-    task.rows = std::min(gemm::Blocking::kTokenChunk, tokens - t);
+    task.rows = std::min(step, tokens - t);
     tasks.push_back(task);
   }
 }
@@ -203,7 +204,7 @@ void forward_sum_tokens(Step<Kernel>& step, const AnyMatrix& y) {
   const MatrixView<float> rows =
       row_matrix<float>(step.work.out_rows, step.work.routing.routed_rows(), step.hidden);
   step.work.tasks.clear();
-  add_token_tasks(step.work.tasks, step.tokens);
+  add_token_tasks(step.work.tasks, step.tokens, step.threads);
   run_region(step, PhaseGroup::kForwardSum, [&](Worker<Kernel>& worker, const Task& task) {
     worker.time(Phase::kSumTokens, [&] { sum_rows_of_tokens(step, task, rows, y); });
   });

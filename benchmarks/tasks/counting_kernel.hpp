@@ -1,0 +1,135 @@
+// kernels::AmxBf16 that counts its AMX instructions instead of executing them: the operator with this kernel has the
+// task lists, the packing and the row operations of the real one, at any size, on any CPU with AVX512. `bench_tasks
+// check` compares its counts with those of the emulator.
+#pragma once
+
+#include <algorithm>
+#include <array>
+#include <cstdint>
+#include <string>
+#include <string_view>
+#include <tuple>
+#include <utility>
+
+#include "amx_sft_moe/amx_sft_moe.hpp"
+
+namespace bench {
+
+// Instructions executed, and what bounds their time: steps[n - 1] of the steps along K have n accumulators, which are n
+// independent chains of products; a block begins and ends with nothing to overlap.
+struct TileCounts {
+  std::int64_t tdpbf16ps = 0, tileloadd = 0, tilestored = 0, tilezero = 0, ldtilecfg = 0, tilerelease = 0;
+  std::int64_t blocks = 0;
+  std::array<std::int64_t, 6> steps{};
+
+  TileCounts& operator+=(const TileCounts& o) { return *this = combine(*this, o, 1); }
+  friend TileCounts operator-(const TileCounts& a, const TileCounts& b) { return combine(a, b, -1); }
+
+  // In what an emulator can count.
+  bool same_instructions(const TileCounts& o) const {
+    return std::tie(tdpbf16ps, tileloadd, tilestored, tilezero, ldtilecfg, tilerelease) ==
+           std::tie(o.tdpbf16ps, o.tileloadd, o.tilestored, o.tilezero, o.ldtilecfg, o.tilerelease);
+  }
+
+ private:
+  static TileCounts combine(TileCounts a, const TileCounts& b, std::int64_t sign) {
+    a.tdpbf16ps += sign * b.tdpbf16ps;
+    a.tileloadd += sign * b.tileloadd;
+    a.tilestored += sign * b.tilestored;
+    a.tilezero += sign * b.tilezero;
+    a.ldtilecfg += sign * b.ldtilecfg;
+    a.tilerelease += sign * b.tilerelease;
+    a.blocks += sign * b.blocks;
+    for (std::size_t n = 0; n < a.steps.size(); ++n) a.steps[n] += sign * b.steps[n];
+    return a;
+  }
+};
+
+class CountingMicrokernel : public amx_sft_moe::arch::AmxMicrokernel {
+  using Base = amx_sft_moe::arch::AmxMicrokernel;
+  using bf16 = amx_sft_moe::bf16;
+  using index_t = amx_sft_moe::index_t;
+
+ public:
+  // Of the calling thread so far: all of a step where the operator has one thread.
+  static TileCounts& counts() {
+    thread_local TileCounts all;
+    return all;
+  }
+
+  // The shapes of tiles 0 to 7 that a thread has loaded, [rows, bytes].
+  using TileShapes = std::array<std::pair<index_t, index_t>, 8>;
+  class Session {
+   public:
+    Session() = default;
+    Session(const Session&) = delete;
+    Session& operator=(const Session&) = delete;
+    ~Session() {
+      if (active_) ++counts().tilerelease;
+    }
+    void use(const TileShapes& shapes) {
+      if (active_ && shapes == loaded_) return;
+      ++counts().ldtilecfg;
+      loaded_ = shapes;
+      active_ = true;
+    }
+
+   private:
+    TileShapes loaded_{};
+    bool active_ = false;
+  };
+
+  static void block(Session& session, int pattern, const amx_sft_moe::arch::Segments<bf16>& segments,
+                    index_t rows, index_t cols, float* c, index_t c_stride) {
+    using amx_sft_moe::ceil_div;
+    const index_t row_tiles = ceil_div(rows, kTile), col_tiles = ceil_div(cols, kTile);
+    session.use(shapes_of(pattern, rows, cols, segments.k_tile));
+    index_t k_steps = 0;
+    for (int s = 0; s < segments.count; ++s) k_steps += ceil_div(segments.at[s].k, segments.k_tile);
+    TileCounts& all = counts();
+    all.tilezero += row_tiles * col_tiles;
+    all.tilestored += row_tiles * col_tiles;
+    all.tdpbf16ps += row_tiles * col_tiles * k_steps;
+    all.tileloadd += (row_tiles + col_tiles) * k_steps;
+    all.blocks += 1;
+    all.steps[static_cast<std::size_t>(row_tiles * col_tiles - 1)] += k_steps;
+    for (index_t i = 0; i < rows; ++i) std::fill_n(c + i * c_stride, cols, 0.5F);
+  }
+
+ private:
+  static constexpr index_t kTile = 16;
+
+  static TileShapes shapes_of(int pattern, index_t rows, index_t cols, index_t k_tile) {
+    TileShapes shapes{};
+    auto set = [&shapes](std::size_t tile, index_t tile_rows, index_t bytes) {
+      if (tile_rows > 0 && bytes > 0) shapes[tile] = {tile_rows, bytes};
+    };
+    auto part = [](index_t n, index_t i) { return std::clamp(n - i * kTile, index_t{0}, kTile); };
+    if (pattern != Base::kSquare) {
+      for (std::size_t c = 0; c < 6; ++c) set(c, part(rows, 0), part(cols, 0) * 4);
+      set(6, part(rows, 0), k_tile * 2);
+      set(7, k_tile / 2, part(cols, 0) * 4);
+      return shapes;
+    }
+    for (index_t i = 0; i < 2; ++i) {
+      for (index_t j = 0; j < 2; ++j)
+        set(static_cast<std::size_t>(2 * i + j), part(rows, i), part(cols, j) * 4);
+      set(static_cast<std::size_t>(4 + i), part(rows, i), k_tile * 2);
+      set(static_cast<std::size_t>(6 + i), k_tile / 2, part(cols, i) * 4);
+    }
+    return shapes;
+  }
+};
+
+struct CountingAmx : amx_sft_moe::kernels::AmxBf16 {
+  static constexpr std::string_view kName = "amx_bf16_counted";
+  using Microkernel = CountingMicrokernel;
+  using Session = Microkernel::Session;
+
+  static std::string refusal() {
+    return amx_sft_moe::arch::cpu_features().avx512 ? "" : "packing and row operations need AVX512";
+  }
+  static bool available() { return refusal().empty(); }
+};
+
+}  // namespace bench

@@ -1,0 +1,80 @@
+"""An adapter in memory, the same for all formats on disk."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+FUSED, PER_EXPERT, KTRANSFORMERS = "peft-fused", "per-expert", "ktransformers"
+FORMATS = (FUSED, PER_EXPERT, KTRANSFORMERS)
+
+
+@dataclass(frozen=True)
+class Factors:
+    """LoRA on one projection of one experts module: ``W[e] + scaling * b[e] @ a[e]``.
+
+    Attributes:
+        a: E matrices ``[r, in]``, often views into a file.
+        b: E matrices ``[out, r]``.
+        scaling: alpha / r, or alpha / sqrt(r) with rsLoRA.
+    """
+
+    a: tuple[torch.Tensor, ...]
+    b: tuple[torch.Tensor, ...]
+    scaling: float
+
+    @property
+    def rank(self) -> int:
+        """Number of rows of each A."""
+        return self.a[0].shape[0]
+
+    def delta(self, expert: int, dtype: torch.dtype = torch.float64) -> torch.Tensor:
+        """``scaling * b @ a`` of one expert, ``[out, in]``."""
+        return self.scaling * (self.b[expert].to(dtype) @ self.a[expert].to(dtype))
+
+    def shares_a_with(self, other: Factors) -> bool:
+        """Whether every expert's A has the same bits in both."""
+        pairs = zip(self.a, other.a, strict=True)
+        return self.rank == other.rank and all(x is y or same_bits(x, y) for x, y in pairs)
+
+
+@dataclass(frozen=True)
+class Linear:
+    """LoRA on a plain weight: ``W + scaling * b @ a`` with a ``[r, in]`` and b ``[out, r]``."""
+
+    a: torch.Tensor
+    b: torch.Tensor
+    scaling: float
+
+    @property
+    def rank(self) -> int:
+        """Number of rows of A."""
+        return self.a.shape[0]
+
+
+@dataclass
+class Adapter:
+    """A whole adapter.
+
+    Attributes:
+        config: PEFT's ``adapter_config.json`` as it stands.
+        experts: by experts module and projection (``gate_proj``, ``up_proj``, ``down_proj``).
+        linears: LoRA elsewhere, by the module's name in the adapter.
+        others: entries that are whole weights (PEFT's ``modules_to_save``, biases), by their key.
+        notes: what a reader had to add or could not know.
+    """
+
+    config: dict[str, Any]
+    experts: dict[str, dict[str, Factors]] = field(default_factory=dict)
+    linears: dict[str, Linear] = field(default_factory=dict)
+    others: dict[str, torch.Tensor] = field(default_factory=dict)
+    notes: list[str] = field(default_factory=list)
+
+
+def same_bits(x: torch.Tensor, y: torch.Tensor) -> bool:
+    """Equal in type, shape and every bit; NaNs too."""
+    if x.dtype != y.dtype or x.shape != y.shape:
+        return False
+    return torch.equal(x.contiguous().view(torch.uint8), y.contiguous().view(torch.uint8))

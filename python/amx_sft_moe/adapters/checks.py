@@ -1,0 +1,185 @@
+"""Whether an adapter directory is whole, fits its base model, and who can load it."""
+
+from __future__ import annotations
+
+import math
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from amx_sft_moe.adapters.adapter import FUSED, KTRANSFORMERS, PER_EXPERT, Adapter
+from amx_sft_moe.adapters.base import GATE_UP, BaseModel
+from amx_sft_moe.adapters.conversion import base_for
+from amx_sft_moe.adapters.files import CONFIG, KT_MANIFEST
+from amx_sft_moe.adapters.formats import Files, format_of, fused_the_old_way, pairs_of, read_files, understood
+from amx_sft_moe.adapters.inspection import pieces_of
+from amx_sft_moe.adapters.settings import require_plain_lora
+from amx_sft_moe.errors import ArgumentError
+
+PEFT, OLD_PEFT, SERVERS, KT = "PEFT from 0.19", "PEFT 0.18", "vLLM, SGLang", "KTransformers"
+
+
+@dataclass(frozen=True)
+class Loads:
+    """Whether a tool takes the adapter as it is, and why (not)."""
+
+    tool: str
+    loads: bool
+    reason: str
+
+
+@dataclass(frozen=True)
+class Check:
+    """What :func:`check_adapter` found.
+
+    Attributes:
+        format: ``peft-fused``, ``per-expert``, ``ktransformers`` or ``None``.
+        findings: what is wrong, one sentence each; empty: nothing.
+        notes: what could not be checked.
+        loads: by tool; facts about layout and scaling, no tool was run.
+    """
+
+    format: str | None
+    findings: tuple[str, ...]
+    notes: tuple[str, ...]
+    loads: tuple[Loads, ...]
+
+
+def check_adapter(directory: str | os.PathLike[str], base: str | os.PathLike[str] | None = None) -> Check:
+    """Reads everything and says what is wrong; raises nothing about the adapter's content.
+
+    Args:
+        directory: an adapter directory.
+        base: directory (or cached name) of the base model; ``None``: what the adapter names, if that can be
+            read here, else shapes and names are not compared with a model.
+
+    Raises:
+        ArgumentError: ``base`` was given and cannot be read.
+    """
+    findings: list[str] = []
+    notes: list[str] = []
+    try:
+        files = read_files(directory)
+        pairs, _ = pairs_of(files.tensors)
+        kind = format_of(files, pairs)
+    except ArgumentError as reason:
+        return Check(None, (str(reason),), (), ())
+    try:
+        require_plain_lora(files.config, str(files.directory / CONFIG))
+    except ArgumentError as reason:
+        findings.append(str(reason))
+    for piece in pieces_of(files, kind):
+        bad = sum(int((~torch.isfinite(side)).sum()) for side in (piece.a, piece.b))
+        if bad:
+            findings.append(f"{piece.name}: expected finite numbers, got {bad} NaN or Inf")
+    model = _base(directory, base, notes)
+    if model is None:
+        for name, sides in pairs.items():
+            if len(sides) != 2:
+                findings.append(f"{name}: expected lora_A and lora_B, got lora_{''.join(sides)}")
+        return Check(kind, tuple(findings), tuple(notes), ())
+    adapter = understood(files, model, findings)
+    findings += adapter.notes
+    if not adapter.experts:
+        notes.append("no routed experts are adapted")
+    return Check(kind, tuple(findings), tuple(notes), tuple(_loads(kind, files, model, adapter)))
+
+
+def _base(
+    directory: str | os.PathLike[str], base: str | os.PathLike[str] | None, notes: list[str]
+) -> BaseModel | None:
+    try:
+        return base_for(directory, base)
+    except ArgumentError as reason:
+        if base is not None:
+            raise
+        notes.append(f"not compared with a base model ({reason})")
+        return None
+
+
+def _loads(kind: str | None, files: Files, base: BaseModel, adapter: Adapter) -> list[Loads]:
+    if kind == PER_EXPERT:
+        peft = _why_not_peft(files.config, adapter)
+        server = _why_not_servers(files.config, adapter)
+        return [
+            Loads(PEFT, not peft, peft or "fuses it while loading"),
+            Loads(OLD_PEFT, False, "leaves experts out in silence: --to peft-fused --peft-version 0.18"),
+            Loads(SERVERS, not server, server or "the format they take"),
+            Loads(KT, False, "--to ktransformers"),
+        ]
+    if kind == FUSED:
+        old = fused_the_old_way(files, base)
+        dropout = "refuses lora_dropout on fused parameters" if files.config.get("lora_dropout") else ""
+        new_reason = dropout or ("has A and B of 0.18: --to peft-fused" if old else "its own format")
+        transposed = all(layout.transposed for layout in base.layouts.values())
+        fits_old = old is not None and (old or transposed)
+        old_reason = "its own format" if fits_old else "--to peft-fused --peft-version 0.18"
+        return [
+            Loads(PEFT, old is False and not dropout, new_reason),
+            Loads(OLD_PEFT, fits_old and not dropout, dropout or old_reason),
+            Loads(SERVERS, False, "drop or reject fused experts: --to per-expert"),
+            Loads(KT, False, "--to ktransformers"),
+        ]
+    if kind == KTRANSFORMERS:
+        types = {tensor.dtype for tensor in (files.kt_tensors or {}).values()}
+        manifest = (Path(files.directory) / KT_MANIFEST).is_file()
+        reason = "" if types == {torch.bfloat16} else "trains in bfloat16 and refuses others: --dtype bfloat16"
+        reason = reason or ("" if manifest else f"expects {KT_MANIFEST}")
+        return [
+            Loads(PEFT, False, "ignores the experts' file: --to peft-fused or per-expert"),
+            Loads(SERVERS, False, "--to per-expert"),
+            Loads(KT, not reason, reason or "its own format"),
+        ]
+    return []
+
+
+def _why_not_peft(config: dict[str, Any], adapter: Adapter) -> str:
+    if config.get("lora_dropout"):
+        return "refuses lora_dropout on fused parameters"
+    rank, alpha = config.get("r"), config.get("lora_alpha")
+    if not isinstance(rank, int) or not isinstance(alpha, int | float):
+        return "expects r and lora_alpha"
+    seen = 2 * alpha / math.sqrt(2 * rank) if config.get("use_rslora") else alpha / rank
+    for module, projections in adapter.experts.items():
+        for name in GATE_UP:
+            factors = projections.get(name)
+            if factors is None and set(projections) & set(GATE_UP):
+                return f"wants gate and up both, {module} has one"
+            if factors is not None and (factors.rank != rank or not math.isclose(factors.scaling, seen)):
+                return (
+                    f"takes rank {rank} and scaling {seen:g} for gate and up, {module} has {factors.rank} and "
+                    f"{factors.scaling:g}: convert it to per-expert again"
+                )
+    return ""
+
+
+def _why_not_servers(config: dict[str, Any], adapter: Adapter) -> str:
+    if adapter.others:
+        return "take no whole weights (modules_to_save)"
+    rank, alpha = config.get("r"), config.get("lora_alpha")
+    if not isinstance(rank, int) or not isinstance(alpha, int | float):
+        return "expect r and lora_alpha"
+    seen = alpha / math.sqrt(rank) if config.get("use_rslora") else alpha / rank
+    parts = {f"{m}.{p}": f.scaling for m, ps in adapter.experts.items() for p, f in ps.items()}
+    parts |= {name: linear.scaling for name, linear in adapter.linears.items()}
+    for name, scaling in parts.items():
+        if not math.isclose(scaling, seen):
+            return (
+                f"those that read only lora_alpha / r take {seen:g} for {name}, which has {scaling:g}: "
+                "--to per-expert --one-scaling"
+            )
+    return ""
+
+
+def as_text(directory: str, check: Check) -> str:
+    """The result for people."""
+    lines = [f"{directory}: {check.format or 'no adapted experts'}"]
+    lines += [f"  wrong: {finding}" for finding in check.findings]
+    lines += [f"  note: {note}" for note in check.notes]
+    if not check.findings:
+        lines += [f"  {one.tool:<16}{'yes' if one.loads else 'no':<5}{one.reason}" for one in check.loads]
+        lines.append("  nothing wrong found")
+    return "\n".join(lines)

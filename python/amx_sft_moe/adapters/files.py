@@ -1,0 +1,183 @@
+"""Adapter files: read with an error that says what is wrong, written whole or not at all."""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import json
+import logging
+import os
+import shutil
+import tempfile
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+
+from amx_sft_moe.errors import ArgumentError
+
+logger = logging.getLogger("amx_sft_moe")
+
+WEIGHTS, CONFIG = "adapter_model.safetensors", "adapter_config.json"
+PICKLED = "adapter_model.bin"
+KT_WEIGHTS, KT_MANIFEST = "fused_expert_lora.safetensors", "kt_adapter_manifest.json"
+ADAPTER_FILES = (WEIGHTS, PICKLED, CONFIG, KT_WEIGHTS, KT_MANIFEST)
+
+_EXCHANGE = 2  # RENAME_EXCHANGE of <linux/fs.h>
+_AT_FDCWD = -100
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """A JSON object, or an :class:`ArgumentError` that names the file."""
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as reason:
+        raise ArgumentError(f"{path}: expected a JSON object, got {_say(reason)}") from None
+    if not isinstance(found, dict):
+        raise ArgumentError(f"{path}: expected a JSON object, got a {type(found).__name__}")
+    return found
+
+
+def read_tensors(path: Path) -> dict[str, torch.Tensor]:
+    """All tensors of a safetensors file (mapped, not copied) or of a ``.bin`` file without foreign code."""
+    try:
+        if path.suffix == ".bin":
+            found = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+            if not isinstance(found, dict) or not all(isinstance(v, torch.Tensor) for v in found.values()):
+                raise ValueError(f"a {type(found).__name__}")
+            return found
+        with safe_open(path, framework="pt", device="cpu") as handle:
+            return {key: handle.get_tensor(key) for key in handle.keys()}  # noqa: SIM118
+    except Exception as reason:
+        # A pickle that is none raises nearly anything.
+        if isinstance(reason, MemoryError):
+            raise
+        raise ArgumentError(f"{path}: expected a file of tensors, got {_say(reason)}") from None
+
+
+def tensor_positions(path: Path) -> tuple[int, dict[str, dict[str, Any]]]:
+    """Where a safetensors file keeps its data and, by tensor, ``dtype``, ``shape`` and ``data_offsets``.
+
+    The format: 8 bytes with the length of a JSON header, the header, the data. ``safe_open`` checks it first.
+    """
+    try:
+        with safe_open(path, framework="pt", device="cpu"):
+            pass
+        with open(path, "rb") as file:
+            length = int.from_bytes(file.read(8), "little")
+            header = json.loads(file.read(length))
+    except (OSError, ValueError, SafetensorError) as reason:
+        raise ArgumentError(f"{path}: expected a safetensors file, got {_say(reason)}") from None
+    header.pop("__metadata__", None)
+    return 8 + length, header
+
+
+def _say(reason: BaseException) -> str:
+    text = str(reason).strip().splitlines()
+    return f"{type(reason).__name__}: {text[0][:200]}" if text else type(reason).__name__
+
+
+def save_tensors(tensors: dict[str, torch.Tensor], path: Path) -> None:
+    """Writes and syncs a safetensors file; each tensor in memory of its own, as the format wants it."""
+    own = {key: tensor.clone(memory_format=torch.contiguous_format) for key, tensor in tensors.items()}
+    save_file(own, path, metadata={"format": "pt"})
+    sync(path)
+
+
+def save_json(content: dict[str, Any], path: Path) -> None:
+    """Writes and syncs a JSON object, keys sorted as PEFT does it."""
+    path.write_text(json.dumps(content, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+    sync(path)
+
+
+def sync(path: Path) -> None:
+    """The file's (or directory's) content is on the disk when this returns."""
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+@contextmanager
+def replaced_directory(directory: Path, drop: Iterable[str] | None = None) -> Iterator[Path]:
+    """A fresh directory to write into, which takes ``directory``'s place when the block ends well.
+
+    A reader sees all of the old or all of the new, also after a crash or SIGKILL at any moment; what can stay
+    behind then is a sibling ``NAME.partial-...``. Where the file system cannot exchange two directories, an
+    existing one is replaced file by file.
+
+    Args:
+        directory: need not exist; its parent is made if need be.
+        drop: an existing directory's entries of these names go, all others stay (as hard links);
+            ``None``: all go.
+    """
+    directory = directory.resolve()
+    directory.parent.mkdir(parents=True, exist_ok=True)
+    work = Path(tempfile.mkdtemp(prefix=f"{directory.name}.partial-", dir=directory.parent))
+    try:
+        os.chmod(work, directory.stat().st_mode if directory.is_dir() else 0o777 & ~_umask())
+        yield work
+        written = sorted(path.name for path in work.iterdir())
+        if directory.is_dir() and drop is not None:
+            _carry_over(directory, work, {*drop, *written})
+        sync(work)
+        _put(work, directory, written, drop)
+        sync(directory.parent)
+    finally:
+        # After an exchange this is the old content.
+        shutil.rmtree(work, ignore_errors=True)
+
+
+def _umask() -> int:
+    mask = os.umask(0)
+    os.umask(mask)
+    return mask
+
+
+def _carry_over(source: Path, target: Path, without: set[str]) -> None:
+    for entry in source.iterdir():
+        if entry.name in without:
+            continue
+        if entry.is_dir() and not entry.is_symlink():
+            shutil.copytree(entry, target / entry.name, symlinks=True, copy_function=_link)
+        else:
+            _link(entry, target / entry.name)
+
+
+def _link(source: Any, target: Any, *, follow_symlinks: bool = False) -> None:
+    try:
+        os.link(source, target, follow_symlinks=False)
+    except OSError:
+        shutil.copy2(source, target, follow_symlinks=False)
+
+
+def _put(work: Path, directory: Path, written: list[str], drop: Iterable[str] | None) -> None:
+    if not directory.exists():
+        os.rename(work, directory)
+        return
+    try:
+        exchange(work, directory)
+    except OSError as reason:
+        if reason.errno not in (errno.EINVAL, errno.ENOSYS, errno.EBUSY, errno.EXDEV, errno.ENOTSUP):
+            raise
+        logger.info("%s: replaced file by file (%s)", directory, reason)
+        for name in written:
+            os.replace(work / name, directory / name)
+        for name in {*(drop or ())} - {*written}:
+            (directory / name).unlink(missing_ok=True)
+
+
+def exchange(first: Path, second: Path) -> None:
+    """Swaps two paths in one step, by Linux's ``renameat2``."""
+    rename = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
+    if rename is None:
+        raise OSError(errno.ENOSYS, "no renameat2")
+    paths = os.fsencode(first), os.fsencode(second)
+    if rename(_AT_FDCWD, paths[0], _AT_FDCWD, paths[1], _EXCHANGE) != 0:
+        number = ctypes.get_errno()
+        raise OSError(number, os.strerror(number), os.fspath(second))

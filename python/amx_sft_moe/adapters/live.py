@@ -1,0 +1,131 @@
+"""Saving the adapter of a model in memory in the serving format."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import peft
+from peft import PeftModel, get_peft_model_state_dict
+from peft.tuners.lora import LoraLayer
+from peft.tuners.lora.layer import ParamWrapper
+
+from amx_sft_moe.adapters.adapter import PER_EXPERT, Adapter, Factors, Linear
+from amx_sft_moe.adapters.base import PARAMETERS, BaseModel, base_like
+from amx_sft_moe.adapters.files import replaced_directory
+from amx_sft_moe.adapters.formats import pairs_of, write_adapter
+from amx_sft_moe.adapters.fusing import split_all
+from amx_sft_moe.adapters.settings import require_plain_lora
+from amx_sft_moe.errors import ArgumentError
+from amx_sft_moe.integrations.adapters_in_use import NotUnderstoodError
+from amx_sft_moe.integrations.peft_lora import factors_of
+
+
+def save_per_expert(
+    model: PeftModel, directory: str | os.PathLike[str], adapter_name: str | None = None
+) -> Path:
+    """Writes a LoRA adapter with one pair of matrices per expert and projection, and everything else it
+    adapts.
+
+    PEFT trains fused experts with one A for gate and up and stores all experts in one matrix, a file that
+    inference servers drop or reject; this is the form they take (see
+    :mod:`amx_sft_moe.adapters.per_expert`). ``PeftModel.from_pretrained(base_model, directory)`` reads it
+    back from PEFT 0.19 on.
+
+    The directory changes in one step: a reader or a crash sees all of the old files or all of the new.
+
+    Args:
+        model: a PEFT model with LoRA on ``gate_up_proj`` and / or ``down_proj`` of fused experts.
+        directory: receives ``adapter_model.safetensors`` and ``adapter_config.json``; made if need be; its
+            other files stay.
+        adapter_name: which adapter; ``None``: the active one.
+
+    Returns:
+        The directory.
+
+    Raises:
+        ArgumentError: no adapted experts, or something that this layout cannot say (the message tells what).
+    """
+    if not isinstance(model, PeftModel):
+        raise TypeError(f"model: expected a peft.PeftModel, got {type(model).__name__}")
+    adapter_name = _adapter_of(model, adapter_name)
+    base = base_like(model.get_base_model())
+    adapter = _adapter(model, adapter_name, base)
+    directory = Path(directory)
+    with replaced_directory(directory, drop=()) as work:
+        write_adapter(adapter, base, PER_EXPERT, work, peft.__version__)
+    return directory
+
+
+def _adapter_of(model: PeftModel, adapter_name: str | None) -> str:
+    active = model.active_adapters
+    if adapter_name is None and len(active) != 1:
+        raise ArgumentError(
+            f"adapter_name: expected one of {list(model.peft_config)}, since {active} are active, got None"
+        )
+    adapter_name = active[0] if adapter_name is None else adapter_name
+    if adapter_name not in model.peft_config:
+        raise ArgumentError(f"adapter_name: expected one of {list(model.peft_config)}, got {adapter_name!r}")
+    return adapter_name
+
+
+def _adapter(model: PeftModel, adapter_name: str, base: BaseModel) -> Adapter:
+    adapter = Adapter(_config(model, adapter_name))
+    require_plain_lora(adapter.config, "model")
+    whole: dict[tuple[str, str], Factors] = {}
+    wrappers = set()
+    for name, module, parameter, factors in _adapted_experts(model, adapter_name):
+        wrappers.add(name)
+        whole[module, parameter] = factors
+    adapter.experts = split_all(whole, base)
+    if not adapter.experts:
+        raise ArgumentError(f"model: expected LoRA on fused experts in adapter {adapter_name!r}, got none")
+    scalings = {
+        name.removeprefix("base_model.model."): module.scaling[adapter_name]
+        for name, module in model.named_modules()
+        if isinstance(module, LoraLayer) and name not in wrappers and adapter_name in module.r
+    }
+    state = get_peft_model_state_dict(model, adapter_name=adapter_name)
+    state = {key: tensor.detach().cpu() for key, tensor in state.items()}
+    pairs, rest = pairs_of(state)
+    for name, sides in pairs.items():
+        if name in scalings:
+            adapter.linears[name] = Linear(sides["A"], sides["B"], scalings[name])
+    adapter.others = {key: state[key] for key in rest}
+    return adapter
+
+
+def _adapted_experts(model: PeftModel, adapter_name: str) -> Iterator[tuple[str, str, str, Factors]]:
+    """``(module name, experts module in the base model, parameter, factors)`` of each wrapped parameter."""
+    for name, module in model.named_modules():
+        if not isinstance(module, ParamWrapper) or adapter_name not in module.lora_A:
+            continue
+        experts = name.replace(".base_layer", "").removeprefix("base_model.model.")
+        if module.parameter_name not in PARAMETERS:
+            raise ArgumentError(
+                f"model: expected adapted parameters {PARAMETERS} of experts only, got "
+                f"{experts}.{module.parameter_name}"
+            )
+        try:
+            a, b, scaling = factors_of(module, adapter_name)
+        except NotUnderstoodError as reason:
+            raise ArgumentError(f"model: {experts}.{module.parameter_name}: {reason}") from None
+        a, b = a.detach().cpu(), b.detach().cpu()
+        yield name, experts, module.parameter_name, Factors(tuple(a.unbind(0)), tuple(b.unbind(0)), scaling)
+
+
+def _config(model: PeftModel, adapter_name: str) -> dict[str, Any]:
+    """The adapter's configuration as PEFT would save it."""
+    config = model.peft_config[adapter_name].to_dict()
+    config = {key: sorted(value) if isinstance(value, set) else value for key, value in config.items()}
+    base = model.get_base_model()
+    if config.get("base_model_name_or_path") is None:
+        config["base_model_name_or_path"] = getattr(base, "name_or_path", None) or None
+    if config.get("task_type") is None:
+        config["auto_mapping"] = {
+            "base_model_class": type(base).__name__,
+            "parent_library": type(base).__module__,
+        }
+    return config

@@ -1,0 +1,308 @@
+"""An adapter merged into a checkpoint, tensor by tensor, in the checkpoint's own layout.
+
+Merging changes no name, shape or element type, so each shard of the result has the header of the shard it
+comes from: shards are copied as files (by the kernel) and the adapted matrices are then overwritten in the
+copy. Memory: the adapter, mapped, and some rows of one matrix.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import shutil
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from tqdm.auto import tqdm
+
+from amx_sft_moe.adapters.adapter import Adapter
+from amx_sft_moe.adapters.base import BaseModel, Place, load_base
+from amx_sft_moe.adapters.files import read_json, replaced_directory, sync, tensor_positions
+from amx_sft_moe.adapters.formats import read_adapter
+from amx_sft_moe.errors import ArgumentError
+
+logger = logging.getLogger("amx_sft_moe")
+
+INDEX = "model.safetensors.index.json"
+# Of a matrix, as many rows at a time: bounds memory also for a vocabulary of 150,000.
+BLOCK_BYTES = 16 << 20
+_DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+
+
+@dataclass(frozen=True)
+class Merged:
+    """What :func:`merge_adapter` wrote: the directory, how many of its tensors changed, of how many, and the
+    bytes of its shards."""
+
+    directory: Path
+    changed: int
+    tensors: int
+    bytes: int
+
+
+@dataclass(frozen=True)
+class _Change:
+    """``scaling * b @ a`` for the outputs ``where`` of a matrix ``[out, in]``."""
+
+    where: slice
+    a: torch.Tensor
+    b: torch.Tensor
+    scaling: float
+
+
+@dataclass(frozen=True)
+class _Matrix:
+    """One matrix of a shard to be changed: row-major ``[rows, columns]`` from byte ``offset`` of the file.
+    ``transposed``: its columns are the outputs. ``whole`` replaces it."""
+
+    key: str
+    offset: int
+    rows: int
+    columns: int
+    dtype: torch.dtype
+    changes: tuple[_Change, ...] = ()
+    transposed: bool = False
+    whole: torch.Tensor | None = None
+
+
+def merge_adapter(
+    adapter: str | os.PathLike[str],
+    base_checkpoint: str | os.PathLike[str],
+    out: str | os.PathLike[str],
+    *,
+    overwrite: bool = False,
+    progress: bool = True,
+) -> Merged:
+    """Writes a checkpoint with ``W + scaling * B A`` in the place of every adapted ``W``.
+
+    The sum is taken in float32 (float64 for a float64 checkpoint) and rounded once to the checkpoint's type.
+    Whole weights in the adapter (``modules_to_save``) replace the checkpoint's. All other files are copied.
+
+    Args:
+        adapter: an adapter directory of any format.
+        base_checkpoint: a directory with ``config.json`` and safetensors shards (or one file), experts one by
+            one or fused, not quantised.
+        out: appears when it is complete; memory stays below the adapter's size plus some tens of MB.
+        overwrite: whether ``out`` may exist; it is then replaced in one step.
+        progress: a tqdm bar on stderr.
+
+    Raises:
+        ArgumentError: something that is not understood, an adapted module that the checkpoint lacks, or too
+            little space. Nothing was written then.
+    """
+    source, out = Path(base_checkpoint), Path(out)
+    if out.exists() and not (overwrite and out.is_dir()):
+        raise ArgumentError(f"out: expected a path that does not exist (or overwrite), got {out}")
+    if out.resolve() == source.resolve():
+        raise ArgumentError(f"out: expected another directory than the base checkpoint, got {out}")
+    base = load_base(source)
+    if getattr(base.config, "quantization_config", None):
+        raise ArgumentError(f"base_checkpoint: expected weights that are not quantised, got {source}")
+    read, _ = read_adapter(adapter, base)
+    shards = shards_of(source)
+    plan, tensors = _plan(read, base, source, shards)
+    total = sum((source / shard).stat().st_size for shard in shards)
+    _require_space(out, total)
+    with replaced_directory(out) as work:
+        _copy_others(source, work, set(shards))
+        matrices = sum(len(found) for found in plan.values())
+        with tqdm(total=matrices, desc="merging", unit=" matrices", disable=not progress) as bar:
+            for shard in shards:
+                shutil.copyfile(source / shard, work / shard)
+                with open(work / shard, "r+b") as file:
+                    for matrix in plan[shard]:
+                        _change(file, matrix)
+                        bar.update()
+                sync(work / shard)
+    changed = len({(shard, matrix.key) for shard, found in plan.items() for matrix in found})
+    return Merged(out, changed, tensors, total)
+
+
+def shards_of(directory: Path) -> list[str]:
+    """Names of a checkpoint's safetensors files, by its index where it has one."""
+    if (directory / INDEX).is_file():
+        index = read_json(directory / INDEX).get("weight_map")
+        names = sorted(set(index.values())) if isinstance(index, dict) else []
+    else:
+        names = ["model.safetensors"]
+    missing = [name for name in names if not (directory / name).is_file()]
+    if not names or missing:
+        raise ArgumentError(
+            f"base_checkpoint: expected {INDEX} with its shards or model.safetensors in {directory}, got "
+            + (f"no {missing[0]}" if missing else "an index without weight_map")
+        )
+    return names
+
+
+def _require_space(out: Path, needed: int) -> None:
+    place = out.resolve().parent
+    while not place.exists():
+        place = place.parent
+    free = shutil.disk_usage(place).free
+    if free < needed:
+        raise ArgumentError(f"out: expected {needed:,} bytes of free space on {place}, got {free:,}")
+
+
+def _copy_others(source: Path, target: Path, shards: set[str]) -> None:
+    for entry in source.iterdir():
+        if entry.is_file() and entry.name not in shards:
+            shutil.copy2(entry, target / entry.name)
+            sync(target / entry.name)
+
+
+def _plan(
+    adapter: Adapter, base: BaseModel, source: Path, shards: list[str]
+) -> tuple[dict[str, list[_Matrix]], int]:
+    """The matrices to change, by shard; refuses an adapter of which something would be left out."""
+    left = {
+        (module, projection, expert)
+        for module, projections in adapter.experts.items()
+        for projection, factors in projections.items()
+        for expert in range(len(factors.a))
+    }
+    linears = {base.place_of(f"{name}.weight").name: linear for name, linear in adapter.linears.items()}
+    wholes = {
+        base.place_of(key.removeprefix("base_model.model.")).name: tensor
+        for key, tensor in adapter.others.items()
+    }
+    unplaced = set(linears) | set(wholes)
+    names = set(unplaced)
+    plan: dict[str, list[_Matrix]] = {}
+    count = 0
+    for shard in shards:
+        start, positions = tensor_positions(source / shard)
+        count += len(positions)
+        plan[shard] = []
+        for key, entry in positions.items():
+            place = _place(base, key, names)
+            if place is None:
+                continue
+            if place.module is not None:
+                found = list(_expert_matrices(adapter, base, place, key, entry, start, left))
+            elif place.name in wholes:
+                found = [_whole_matrix(key, entry, start, wholes[place.name])]
+            elif place.name in linears:
+                one = linears[place.name]
+                found = [_matrix(key, entry, start, 0, [_Change(slice(None), one.a, one.b, one.scaling)])]
+            else:
+                continue
+            unplaced.discard(place.name)
+            plan[shard] += found
+    if left or unplaced:
+        missing = sorted(unplaced) or [f"{m}.{e}.{p}" for m, p, e in sorted(left)]
+        raise ArgumentError(
+            f"adapter: expected only modules that the checkpoint {source} holds, got {missing[0]} "
+            f"({len(missing)} are missing there)"
+        )
+    return plan, count
+
+
+def _place(base: BaseModel, key: str, names: set[str]) -> Place | None:
+    try:
+        return base.place_of(key)
+    except ArgumentError as reason:
+        # A weight that transformers rearranges while loading; only a problem if the adapter changes it, and
+        # then its name is found to be missing.
+        logger.debug("%s is left as it is: %s", key, reason)
+        return None
+
+
+def _expert_matrices(
+    adapter: Adapter,
+    base: BaseModel,
+    place: Place,
+    key: str,
+    entry: dict[str, Any],
+    start: int,
+    left: set[tuple[str, str, int]],
+) -> Iterator[_Matrix]:
+    module = place.module or ""
+    layout = base.layout(module)
+    given = adapter.experts.get(module, {})
+    parts = [(name, given[name]) for name in place.projections if name in given]
+    if not parts:
+        return
+    fused = place.expert is None
+    experts = range(layout.num_experts) if place.expert is None else [place.expert]
+    shape = list(entry["shape"])
+    sizes = layout.sizes(place.name.rpartition(".")[2] if len(place.projections) > 1 else place.projections[0])
+    matrix = list(reversed(sizes)) if layout.transposed else list(sizes)
+    if shape != ([layout.num_experts, *matrix] if fused else matrix):
+        raise ArgumentError(f"{key}: expected {matrix} for each expert, got {shape}")
+    for expert in experts:
+        changes = []
+        for projection, factors in parts:
+            left.discard((module, projection, expert))
+            rows = layout.rows(projection) if len(place.projections) > 1 else slice(None)
+            changes.append(_Change(rows, factors.a[expert], factors.b[expert], factors.scaling))
+        yield _matrix(key, entry, start, expert if fused else 0, changes, transposed=layout.transposed)
+
+
+def _matrix(
+    key: str,
+    entry: dict[str, Any],
+    start: int,
+    index: int,
+    changes: list[_Change],
+    transposed: bool = False,
+) -> _Matrix:
+    dtype = _dtype(key, entry)
+    rows, columns = entry["shape"][-2:]
+    offset = start + entry["data_offsets"][0] + index * rows * columns * dtype.itemsize
+    return _Matrix(key, offset, rows, columns, dtype, tuple(changes), transposed)
+
+
+def _whole_matrix(key: str, entry: dict[str, Any], start: int, tensor: torch.Tensor) -> _Matrix:
+    if list(tensor.shape) != entry["shape"]:
+        raise ArgumentError(f"{key}: expected {entry['shape']}, got {list(tensor.shape)}")
+    columns = tensor.shape[-1] if tensor.dim() else 1
+    offset, dtype = start + entry["data_offsets"][0], _dtype(key, entry)
+    rows = tensor.numel() // max(columns, 1)
+    return _Matrix(key, offset, rows, columns, dtype, whole=tensor.reshape(rows, columns))
+
+
+def _dtype(key: str, entry: dict[str, Any]) -> torch.dtype:
+    if entry["dtype"] not in _DTYPES:
+        raise ArgumentError(f"{key}: expected one of {sorted(_DTYPES)}, got {entry['dtype']}")
+    return _DTYPES[entry["dtype"]]
+
+
+def _change(file: Any, matrix: _Matrix) -> None:
+    """Reads, changes and writes back a matrix, some rows at a time."""
+    row_bytes = matrix.columns * matrix.dtype.itemsize
+    step = max(1, BLOCK_BYTES // max(row_bytes, 1))
+    wide = torch.float64 if matrix.dtype == torch.float64 else torch.float32
+    for first in range(0, matrix.rows, step):
+        rows = slice(first, min(first + step, matrix.rows))
+        count = rows.stop - rows.start
+        if matrix.whole is not None:
+            block = matrix.whole[rows].to(matrix.dtype).contiguous()
+        else:
+            file.seek(matrix.offset + first * row_bytes)
+            data = bytearray(count * row_bytes)
+            if file.readinto(data) != len(data):
+                raise ArgumentError(f"{matrix.key}: expected {len(data)} bytes, got the end of the file")
+            total = torch.frombuffer(data, dtype=matrix.dtype).reshape(count, matrix.columns).to(wide)
+            for change in matrix.changes:
+                _add(total, change, rows, matrix.transposed)
+            block = total.to(matrix.dtype)
+        file.seek(matrix.offset + first * row_bytes)
+        file.write(block.view(torch.uint8).numpy().data)
+
+
+def _add(total: torch.Tensor, change: _Change, rows: slice, transposed: bool) -> None:
+    """Adds the part of a change that falls on ``rows`` of its matrix to ``total``, those rows."""
+    if transposed:
+        part = change.a[:, rows].to(total.dtype).T @ change.b.to(total.dtype).T
+        total[:, change.where] += change.scaling * part
+        return
+    first, _, step = change.where.indices(rows.stop)  # row i of b is row first + i * step
+    begin = max(0, -((first - rows.start) // step))
+    end = min(change.b.shape[0], max(0, -((first - rows.stop) // step)))
+    if begin < end:
+        part = change.b[begin:end].to(total.dtype) @ change.a.to(total.dtype)
+        at = first + begin * step - rows.start
+        total[at : at + (end - begin - 1) * step + 1 : step] += change.scaling * part

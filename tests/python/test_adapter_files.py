@@ -1,0 +1,263 @@
+"""Files that appear whole or not at all, also under SIGKILL; files that are not what they should be."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import shutil
+import signal
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from adapter_cases import checkpoint, config_of, stock_adapter, write_config
+from amx_sft_moe.adapters import convert_adapter, files, merge_adapter
+from amx_sft_moe.adapters.cli import main
+
+STEPS = [(os, name) for name in ("fsync", "rename", "replace", "link", "chmod")]
+STEPS += [
+    (files, "exchange"),
+    (files, "save_file"),
+    (shutil, "copyfile"),
+    (shutil, "copy2"),
+    (shutil, "rmtree"),
+]
+
+
+def content(directory: Path) -> dict[str, bytes] | None:
+    if not directory.exists():
+        return None
+    return {
+        str(path.relative_to(directory)): path.read_bytes()
+        for path in sorted(directory.rglob("*"))
+        if path.is_file()
+    }
+
+
+def interrupted(at: int, how: Callable[[], None], patch: pytest.MonkeyPatch) -> list[str]:
+    """Counts the steps that touch the disk, and calls ``how`` instead of step ``at``."""
+    seen: list[str] = []
+
+    def wrap(name: str, original: Callable) -> Callable:
+        def step(*arguments: object, **options: object) -> object:
+            seen.append(name)
+            if len(seen) == at:
+                how()
+            return original(*arguments, **options)
+
+        return step
+
+    for module, name in STEPS:
+        patch.setattr(module, name, wrap(name, getattr(module, name)))
+    return seen
+
+
+def killed(action: Callable[[], object], at: int) -> bool:
+    """Runs ``action`` in a forked process that kills itself at its step ``at``; whether it came that far."""
+    child = os.fork()
+    if child == 0:
+        torch.set_num_threads(1)
+        try:
+            with pytest.MonkeyPatch.context() as patch:
+                interrupted(at, lambda: os.kill(os.getpid(), signal.SIGKILL), patch)
+                action()
+        finally:
+            os._exit(0)
+    deadline = time.monotonic() + 60
+    while time.monotonic() < deadline:
+        done, status = os.waitpid(child, os.WNOHANG)
+        if done:
+            return os.WIFSIGNALED(status)
+        time.sleep(0.005)
+    os.kill(child, signal.SIGKILL)
+    os.waitpid(child, 0)
+    raise AssertionError("the child process hangs")
+
+
+@pytest.fixture(params=["convert", "convert in place", "merge", "merge over"])
+def case(request: pytest.FixtureRequest, tmp_path: Path) -> tuple[Path, Callable[[], object]]:
+    """A target that exists or not, and what writes it."""
+    source, _ = stock_adapter("qwen3")
+    target = tmp_path / "here" / "target"
+    if request.param == "convert in place":
+        convert_adapter(source, target, "ktransformers")
+        (target / "runs").mkdir()
+        (target / "runs" / "log.txt").write_text("kept")
+        return target, lambda: convert_adapter(target, target, "per-expert", overwrite=True)
+    if request.param == "convert":
+        return target, lambda: convert_adapter(source, target, "per-expert")
+    if request.param == "merge over":
+        target.mkdir(parents=True)
+        (target / "config.json").write_text("{}")
+    base, over = checkpoint("qwen3"), target.exists()
+    return target, lambda: merge_adapter(source, base, target, overwrite=over, progress=False)
+
+
+def test_killed_at_every_step(case: tuple[Path, Callable[[], object]], tmp_path: Path) -> None:
+    target, action = case
+    safe = tmp_path / "safe"
+    if target.exists():
+        shutil.copytree(target, safe)
+    old = content(target)
+    action()
+    new = content(target)
+    assert new != old
+    seen = set()
+    for at in range(1, 200):
+        shutil.rmtree(target.parent)
+        if safe.exists():
+            shutil.copytree(safe, target)
+        if not killed(action, at):
+            break
+        found = content(target)
+        assert found in (old, new), f"step {at}"
+        seen.add("old" if found == old else "new")
+    else:
+        raise AssertionError("too many steps")
+    assert at > 5
+    assert "old" in seen
+    assert content(target) == new
+
+
+def test_an_error_at_every_step(
+    case: tuple[Path, Callable[[], object]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    target, action = case
+    safe = tmp_path / "safe"
+    if target.exists():
+        shutil.copytree(target, safe)
+    old = content(target)
+
+    def fail() -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    for at in range(1, 200):
+        shutil.rmtree(target.parent, ignore_errors=True)
+        if safe.exists():
+            shutil.copytree(safe, target)
+        with monkeypatch.context() as patch:
+            seen = interrupted(at, fail, patch)
+            with contextlib.suppress(OSError):
+                action()
+        if len(seen) < at:
+            break
+        found = content(target)
+        # Links fall back to copies; once the new content is in place, it stays.
+        if seen[at - 1] not in ("link", "rmtree") and found != old:
+            assert "exchange" in seen[: at - 1] or "rename" in seen[: at - 1]
+        if seen[at - 1] != "rmtree" and target.parent.exists():
+            left = [path.name for path in target.parent.iterdir() if "partial" in path.name]
+            assert left == [], (at, seen[at - 1])
+    assert at > 5
+
+
+def test_where_directories_cannot_be_exchanged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refused(first: Path, second: Path) -> None:
+        raise OSError(errno.EINVAL, "Invalid argument")
+
+    source, _ = stock_adapter("qwen3")
+    convert_adapter(source, tmp_path / "x", "ktransformers")
+    (tmp_path / "x" / "notes.txt").write_text("kept")
+    convert_adapter(source, tmp_path / "y", "per-expert")
+    monkeypatch.setattr(files, "exchange", refused)
+    convert_adapter(tmp_path / "x", tmp_path / "x", "per-expert", overwrite=True)
+    found = content(tmp_path / "x")
+    assert found is not None
+    assert found.pop("notes.txt") == b"kept"
+    assert found == content(tmp_path / "y")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["x", "y"]
+
+
+def test_permissions_follow_the_umask(tmp_path: Path) -> None:
+    source, _ = stock_adapter("qwen3")
+    mask = os.umask(0o022)
+    try:
+        convert_adapter(source, tmp_path / "x", "per-expert")
+    finally:
+        os.umask(mask)
+    assert (tmp_path / "x").stat().st_mode & 0o777 == 0o755
+
+
+BROKEN: dict[str, Callable[[Path], object]] = {
+    "truncated weights": lambda d: os.truncate(d / "adapter_model.safetensors", 2000),
+    "truncated header": lambda d: os.truncate(d / "adapter_model.safetensors", 20),
+    "empty weights": lambda d: (d / "adapter_model.safetensors").write_bytes(b""),
+    "foreign weights": lambda d: (d / "adapter_model.safetensors").write_bytes(b"\x89PNG" * 999),
+    "a huge header": lambda d: (d / "adapter_model.safetensors").write_bytes(b"\xff" * 64),
+    "no weights": lambda d: (d / "adapter_model.safetensors").unlink(),
+    "no config": lambda d: (d / "adapter_config.json").unlink(),
+    "broken config": lambda d: (d / "adapter_config.json").write_text('{"r": 4,'),
+    "binary config": lambda d: (d / "adapter_config.json").write_bytes(b"\xff\xfe\x00"),
+    "a list as config": lambda d: (d / "adapter_config.json").write_text("[]"),
+    "no rank": lambda d: write_config(d, r=None),
+    "a word as alpha": lambda d: write_config(d, lora_alpha="eight"),
+    "a list as patterns": lambda d: write_config(d, rank_pattern=[1]),
+    "a broken pattern": lambda d: write_config(d, rank_pattern={"(": 4}),
+    "numbers as targets": lambda d: write_config(d, target_parameters=[1]),
+    "no tensors": lambda d: save_file({}, d / "adapter_model.safetensors"),
+    "a missing half": lambda d: changed(d, lambda s: s.pop(next(k for k in s if "lora_B" in k))),
+    "an unknown key": lambda d: changed(d, lambda s: s.update({"base_model.model.x.y": torch.ones(2)})),
+    "an unknown module": lambda d: changed(
+        d, lambda s: s.update({f"model.nothing.lora_{x}.weight": torch.ones(4, 4) for x in "AB"})
+    ),
+    "another layer": lambda d: changed(
+        d, lambda s: s.update({k.replace("layers.1", "layers.7"): v.clone() for k, v in list(s.items())})
+    ),
+    "another shape": lambda d: changed(d, lambda s: s.update({k: v[:, :3].clone() for k, v in s.items()})),
+    "a vector": lambda d: changed(d, lambda s: s.update({k: v.flatten() for k, v in s.items()})),
+    "a pickle that is none": lambda d: os.replace(d / "adapter_model.safetensors", d / "adapter_model.bin"),
+}
+
+
+def changed(directory: Path, change: Callable[[dict[str, torch.Tensor]], object]) -> None:
+    state = {key: tensor.clone() for key, tensor in load_file(directory / "adapter_model.safetensors").items()}
+    change(state)
+    save_file(state, directory / "adapter_model.safetensors")
+
+
+@pytest.mark.parametrize("to", ["peft-fused", "per-expert", "ktransformers"])
+@pytest.mark.parametrize("name", BROKEN)
+def test_broken_files_are_told(name: str, to: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    source, _ = stock_adapter("qwen3")
+    adapter = tmp_path / "adapter"
+    convert_adapter(source, adapter, to)
+    BROKEN[name](adapter)
+    capfd.readouterr()
+    base = str(checkpoint("qwen3"))
+    fails = main(["convert", str(adapter), str(tmp_path / "x"), "--to", "per-expert", "--base", base])
+    said = capfd.readouterr()
+    assert "Traceback" not in said.err + said.out
+    experts_apart = to == "ktransformers"  # its experts do not lie in adapter_model.safetensors
+    if fails == 0:
+        assert experts_apart
+        assert name in ("no weights", "no tensors", "no config")
+    else:
+        assert fails == 2
+        assert said.err.startswith("error: ")
+        assert "expected" in said.err
+        assert not (tmp_path / "x").exists()
+        assert main(["check", str(adapter), "--base", base]) == 1 or name == "no tensors"
+    assert main(["inspect", str(adapter)]) in (0, 2)
+    assert "Traceback" not in capfd.readouterr().err
+    assert main(["merge", str(adapter), base, str(tmp_path / "m"), "--no-progress"]) == (2 if fails else 0) or (
+        name == "no tensors"
+    )
+
+
+def test_directories_that_are_none(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    source, _ = stock_adapter("qwen3")
+    (tmp_path / "file").write_text("")
+    for adapter in ("nowhere", "file", "."):
+        for command in (["inspect"], ["convert", "--to", "per-expert", str(tmp_path / "x")]):
+            assert main([command[0], str(tmp_path / adapter), *command[1:]]) == 2
+        assert main(["check", str(tmp_path / adapter)]) == 1
+    assert main(["convert", str(source), str(tmp_path / "file"), "--to", "per-expert"]) == 2
+    assert main(["merge", str(source), str(tmp_path / "nowhere"), str(tmp_path / "x")]) == 2
+    assert main(["convert", str(source), str(source), "--to", "per-expert"]) == 2, "no --overwrite"
+    assert "Traceback" not in capfd.readouterr().err
+    assert config_of(source)["r"] == 4

@@ -1,0 +1,143 @@
+"""The simulated threads of benchmarks/replay.py and the model built on them: small cases worked out by hand."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+
+BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
+sys.path.insert(0, str(BENCHMARKS))
+
+import amx_model  # noqa: E402
+import replay  # noqa: E402
+import schedule  # noqa: E402
+import tasklist  # noqa: E402
+from schedule import Job  # noqa: E402
+
+
+def jobs(*ns: float, **fields: float) -> list[Job]:
+    return [Job(n, **fields) for n in ns]
+
+
+class TestThreads:
+    def test_next_task_goes_to_the_next_free_thread(self) -> None:
+        outcome = schedule.run(jobs(5, 3, 3, 3), 2)  # 5, 3 | 3, 3 -> the last begins at 5 or at 6: 5
+        assert (outcome.wall_ns, outcome.busy_ns) == (8, 14)
+        assert outcome.idle(2) == pytest.approx(2 / 16)
+
+    def test_order_of_the_list_is_kept(self) -> None:
+        assert schedule.run(jobs(3, 3, 5), 2).wall_ns == 8
+        assert schedule.run(jobs(5, 3, 3), 2).wall_ns == 6
+
+    def test_more_threads_than_tasks(self) -> None:
+        outcome = schedule.run(jobs(4, 4), 8)
+        assert outcome.idle(8) == pytest.approx(0.75)
+
+    def test_nothing_to_do(self) -> None:
+        assert schedule.run([], 4).idle(4) == 0
+        assert schedule.run_with_memory([], 4, 1.0).wall_ns == 0
+
+    @pytest.mark.parametrize("memory", [None, 1e9])
+    def test_last_of_a_group_goes_on(self, memory: float | None) -> None:
+        grouped = [Job(2, group=0), Job(6, group=0), Job(2, group=1), Job(1, group=1)]
+
+        def after(group: int) -> Job:
+            return Job(10 if group == 0 else 0.5)
+
+        outcome = (
+            schedule.run(grouped, 2, after)
+            if memory is None
+            else schedule.run_with_memory(grouped, 2, memory, after)
+        )
+        # Thread 0: 2, 2, 1 and group 1's rest at 5.5; thread 1: 6 and group 0's rest.
+        assert outcome.wall_ns == pytest.approx(16)
+        assert outcome.busy_ns == pytest.approx(11 + 10.5)
+
+
+class TestMemory:
+    def test_as_fast_as_alone_where_it_suffices(self) -> None:
+        work = [Job(float(n), bytes=float(n)) for n in (7, 3, 5, 5, 2, 9)]
+        assert schedule.run_with_memory(work, 3, 3.0).wall_ns == pytest.approx(schedule.run(work, 3).wall_ns)
+
+    def test_shared_by_all(self) -> None:
+        outcome = schedule.run_with_memory(jobs(*[10] * 8, bytes=40), 4, 4.0)  # 320 bytes at 4 a ns
+        assert outcome.wall_ns == pytest.approx(80)
+        assert outcome.idle(4) == pytest.approx(0)
+
+    def test_who_needs_none_is_not_slowed(self) -> None:
+        outcome = schedule.run_with_memory([Job(10, bytes=100), Job(10)], 2, 5.0)
+        assert outcome.wall_ns == pytest.approx(20)
+        assert outcome.busy_ns == pytest.approx(30)
+
+
+LINES = [
+    {"region": "down", "kind": 0, "rows": 4, "columns": 10, "ns": 100},
+    {"region": "down", "kind": 0, "rows": 8, "columns": 10, "ns": 300},
+    {"region": "down", "kind": 0, "rows": 9, "columns": 10, "ns": 1000},
+    {"region": "sum_tokens", "kind": 0, "rows": 4, "columns": 2, "ns": 50},
+]
+
+
+def down(rows: int, expert_rows: int) -> tasklist.Task:
+    return tasklist.Task(0, 0, 0, expert_rows, 0, rows, 0, 20)
+
+
+class TestCosts:
+    @pytest.mark.parametrize(
+        ("rows", "expert_rows", "ns"),
+        [
+            (4, 4, 200),
+            (6, 6, 400),  # between two that were measured
+            (2, 2, 200),  # below the first: the weights are read all the same
+            (10, 10, 20 * 170),  # above the last: on with the last slope
+            (5, 261, 2000),  # the rest of a large expert is not multiplied in place
+        ],
+    )
+    def test_interpolated(self, rows: int, expert_rows: int, ns: float) -> None:
+        assert tasklist.Costs(LINES).ns("down", down(rows, expert_rows)) == pytest.approx(ns)
+
+    def test_tokens(self) -> None:
+        assert tasklist.Costs(LINES).ns("sum_tokens", tasklist.Task(0, 0, -1, 0, 16, 3, 0, 0)) == 75
+
+
+def test_committed_costs_cover_what_is_replayed() -> None:
+    for shape in replay.MEASURED_ROWS:
+        for kernel in (replay.MEASURED_KERNEL, replay.COUNTED_KERNEL):
+            costs = tasklist.load_costs(tasklist.COSTS, shape, kernel)
+            for region, kinds in (
+                ("gate_up", (-1, 0)),
+                ("grad_down", (0, 1, 2)),
+                ("grad_gate_up", (0, 1, 2, 3)),
+            ):
+                for kind in kinds:
+                    few, many = (costs.per_column(region, kind, rows) for rows in (1, 128))
+                    assert few > 0
+                    assert many > few or kernel == replay.COUNTED_KERNEL  # that packs weights whatever the rows
+
+
+def test_tile_cycles() -> None:
+    phase = {"steps": [10, 0, 0, 5, 0, 1], "blocks": 2, "ldtilecfg": 1, "tilestored": 3, "tilezero": 3}
+    # One accumulator waits for itself, 52; four take 64, six 96.
+    assert amx_model.tile_cycles(phase) == 10 * 52 + 5 * 64 + 96 + 2 * (45 + 52) + 200 + 3 * 17
+
+
+@pytest.mark.skipif(not tasklist.PROGRAM.exists(), reason="bench_tasks is not built")
+@pytest.mark.parametrize("spread", replay.SPREADS)
+def test_lists_hold_every_row_and_column(spread: str) -> None:
+    tasks = tasklist.list_tasks(tasklist.PROGRAM, "small", 24, spread, replay.COUNTED_KERNEL, 1)
+    assert tuple(r.name for r in tasks.regions) == tasklist.FORWARD + tasklist.BACKWARD
+    routed = tasks.tokens * tasks.top_k
+    by_name = {r.name: r for r in tasks.regions}
+    for region, columns in (
+        ("gate_up", tasks.intermediate),
+        ("down", tasks.hidden),
+        ("grad_gate_up", tasks.hidden),
+    ):
+        cells = sum(t.rows * t.cols for t in by_name[region].tasks if t.kind == 0)
+        assert cells == routed * columns
+    # What the model shares out among tasks is close to what was counted: LoRA's K of 16 fills half a step.
+    counted = sum(p["tdpbf16ps"] for p in by_name["grad_gate_up"].phases)
+    modelled = sum(amx_model.products_of(tasks, "grad_gate_up", t) for t in by_name["grad_gate_up"].tasks)
+    assert modelled == pytest.approx(counted, rel=0.01)
