@@ -92,7 +92,7 @@ def _listed_files(directory: Path) -> dict[Path, set[str] | None]:
         raise ArgumentError(f"{directory}: expected {WHOLE} or {INDEX}, got neither")
     try:
         weight_map = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
-        listed: dict[Path, set[str] | None] = {}
+        listed: dict[Path, set[str]] = {}
         for name, file in weight_map.items():
             listed.setdefault(directory / file, set()).add(name)
     except (ValueError, KeyError, TypeError, AttributeError) as error:
@@ -102,7 +102,7 @@ def _listed_files(directory: Path) -> dict[Path, set[str] | None]:
             f"{directory}: expected {len(listed)} shards by {INDEX}, got no {', '.join(missing[:3])}"
             + (f" and {len(missing) - 3} more" if len(missing) > 3 else "")
         )
-    return dict(sorted(listed.items()))
+    return {path: listed[path] for path in sorted(listed)}
 
 
 @contextmanager

@@ -92,7 +92,8 @@ def load_model(
     state |= {name: nothing.expand(stack.shape) for name, stack in stacks.items()}
     conversions = [transposed.of_transposed(files, *item) for item in plan.transposed.items()]
     conversions += [transposed.of_mxfp4(files, name, *pair) for name, pair in plan.mxfp4.items()]
-    shapes = {one.parameter: (one.shape[0], one.shape[2], one.shape[1]) for one in conversions}
+    shapes: dict[str, tuple[int, ...]] = {}
+    shapes |= {one.parameter: (one.shape[0], one.shape[2], one.shape[1]) for one in conversions}
     shapes |= {target: files.shape(name) for name, target in plan.others.items() if target}
     shapes |= {name: files.shape(source) for name, source in plan.fused.items()}
     shapes |= {name: tuple(stack.shape) for name, stack in stacks.items()}
@@ -103,7 +104,8 @@ def load_model(
     for name, stack in stacks.items():
         path, _, leaf = name.rpartition(".")
         setattr(model.get_submodule(path), leaf, as_parameter(stack))
-    model._weight_conversions = [rule for rule in plan.rules if rule.was_used()]
+    # transformers keeps there what saving turns back.
+    model._weight_conversions = [rule for rule in plan.rules if rule.was_used()]  # type: ignore[assignment]
     if stacks:
         refuse_merging()
         logger.info("%.1f GB of expert weights stay in %s", mapped_bytes(model) / 1e9, directory)
@@ -141,14 +143,15 @@ def read_config(directory: str | os.PathLike[str]) -> PreTrainedConfig:
         config = AutoConfig.from_pretrained(directory, local_files_only=True)
     except (OSError, ValueError, KeyError) as error:
         architecture = getattr(transformers, (raw.get("architectures") or [""])[0], None)
-        if getattr(architecture, "config_class", None) is None:
+        known = getattr(architecture, "config_class", None)
+        if known is None:
             raise ArgumentError(
                 f"{path}: expected a model that transformers {transformers.__version__} knows, got model_type "
                 f"{raw.get('model_type')!r}: {str(error).strip().splitlines()[0]}"
             ) from error
         raw.pop("model_type", None)
         raw.pop("auto_map", None)
-        config = architecture.config_class.from_dict(raw)
+        config = known.from_dict(raw)
     if quantization:
         del config.quantization_config
     return config
@@ -223,7 +226,7 @@ def _load(
     if (directory / "generation_config.json").is_file():
         found = GenerationConfig.from_pretrained(directory, local_files_only=True)
         options = {"generation_config": found, **options}
-    model, report = architecture.from_pretrained(
+    loaded: Any = architecture.from_pretrained(
         None,
         config=config,
         state_dict=state,
@@ -232,6 +235,7 @@ def _load(
         output_loading_info=True,
         **options,
     )
+    model, report = loaded
     if lost := sorted(report["missing_keys"]):
         raise ArgumentError(
             f"{directory}: expected all weights of {architecture.__name__}, got no {lost[0]}"

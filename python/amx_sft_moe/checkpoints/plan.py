@@ -121,8 +121,8 @@ def _place(
         return
     converter = converter_of.get(next(iter(by_pattern)))
     reason = _not_one_by_one(parameter, module, converter, by_pattern)
-    if reason is not None:
-        plan.copied[parameter] = reason
+    if reason is not None or converter is None:
+        plan.copied[parameter] = reason or "no rule is known for them"
         plan.others |= {name: "" for names in by_pattern.values() for name in names}
         return
     experts = meta.shape[0]

@@ -223,5 +223,5 @@ def _write(file: BinaryIO, one: Conversion, stamp: Mapping[str, str], bar: tqdm)
                 f"{one.sources[0]}: expected experts {list(one.shape[1:])} {one.dtype}, got "
                 f"{list(matrix.shape)} {matrix.dtype}"
             )
-        file.write(matrix.view(torch.uint8).numpy())
+        file.write(matrix.view(torch.uint8).numpy().data)
         bar.update(matrix.numel() * matrix.element_size())

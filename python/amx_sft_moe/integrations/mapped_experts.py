@@ -40,7 +40,7 @@ class MappedStack(torch.Tensor):
     parameter_name: str
 
     # Everything goes to __torch_dispatch__, where views and copies have few names.
-    __torch_function__ = torch._C._disabled_torch_function_impl
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
     @staticmethod
     def __new__(cls, parts: Sequence[Sequence[torch.Tensor]], name: str = "") -> MappedStack:
@@ -57,13 +57,13 @@ class MappedStack(torch.Tensor):
                     )
         rows = sum(part[0].shape[0] for part in parts)
         shape = (len(parts[0]), rows, first.shape[-1])
-        made = torch.Tensor._make_wrapper_subclass(cls, shape, dtype=first.dtype, device="cpu")
+        made = torch.Tensor._make_wrapper_subclass(cls, shape, dtype=first.dtype, device=torch.device("cpu"))
         made.parts = tuple(tuple(part) for part in parts)
         made.parameter_name = name
         return made
 
     @classmethod
-    def __torch_dispatch__(
+    def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         stack = next(arg for arg in (*args, *(kwargs or {}).values()) if isinstance(arg, MappedStack))
@@ -98,7 +98,7 @@ class MappedStack(torch.Tensor):
         """Raises StateError: there is no such address."""
         raise StateError(_refusal(self, "data_ptr"))
 
-    def __repr__(self, **options: Any) -> str:
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         shape = list(self.shape)
         return f"MappedStack({self.parameter_name!r}, {shape=}, dtype={self.dtype}, parts={len(self.parts)})"
 
@@ -187,8 +187,8 @@ def weights_one_by_one(
             such models are not made, so StateError says that something went wrong.
     """
     if laid_out_otherwise:
-        stack = gate_up if isinstance(gate_up, MappedStack) else down
-        raise StateError(_refusal(stack, "a transposed or interleaved layout"))
+        stacks = [weight for weight in (gate_up, down) if isinstance(weight, MappedStack)]
+        raise StateError(_refusal(stacks[0], "a transposed or interleaved layout"))
     weights: dict[str, Any] = {"gate_up_proj": gate_up, "down_proj": down}
     if isinstance(gate_up, MappedStack):
         rows = gate_up.shape[1]
@@ -230,7 +230,7 @@ def refuse_merging() -> None:
         return original(self, *args, **options)
 
     setattr(check, _MARK, original)
-    BaseTuner._check_merge_allowed = check
+    BaseTuner._check_merge_allowed = check  # type: ignore[method-assign]
 
 
 def mapped_bytes(model: nn.Module) -> int:
