@@ -128,6 +128,18 @@ def test_experts_that_are_not_taken(in_graphs: list[int]) -> None:
         torch.testing.assert_close(one, other)
 
 
+@pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss"])
+def test_weights_that_train_after_compilation(family: str) -> None:
+    experts = experts_of(family)
+    graph = torch.compile(experts, fullgraph=True, backend=BACKEND)
+    results(graph, routed(7))
+    weights = experts.gate_up_proj.requires_grad_(), experts.down_proj.requires_grad_()
+    for found, expected in zip(
+        results(graph, routed(7), *weights), results(experts, routed(7), *weights), strict=True
+    ):
+        torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
+
+
 def test_a_layer_that_is_not_taken_any_more() -> None:
     experts = experts_of("qwen3_moe")
     handle, _ = compiled.handle_of(_layer_in_graph(experts))

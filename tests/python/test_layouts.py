@@ -132,7 +132,12 @@ def mapped(weight: nn.Parameter, tmp_path: Path) -> Tensor:
     return weight
 
 
-@pytest.mark.parametrize("also", [held, tied, shared, part_of_more, mapped])
+def numpys(weight: nn.Parameter, tmp_path: Path) -> Tensor:
+    weight.data = torch.from_numpy(weight.detach().numpy().copy())
+    return weight
+
+
+@pytest.mark.parametrize("also", [held, tied, shared, part_of_more, mapped, numpys])
 def test_memory_of_others_is_not_written(
     also: Callable[[nn.Parameter, Path], Tensor],
     log: Callable[[], list[str]],
@@ -160,8 +165,10 @@ def test_without_a_count_of_users_nothing_is_written(monkeypatch: pytest.MonkeyP
 
 def test_first_call_in_inference_mode() -> None:
     model = gpt_oss()
+    in_new_memory = experts_of(model).down_proj.detach()
     with torch.inference_mode():
         model(token_batch()["input_ids"])
+    assert in_new_memory.data_ptr() != experts_of(model).down_proj.data_ptr()
     assert is_by_rows(model)
     for parameter in experts_of(model).parameters():
         parameter.requires_grad_()

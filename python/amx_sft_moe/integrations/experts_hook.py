@@ -198,10 +198,11 @@ class ExpertsHook:
         return y.to(hidden_states.device)
 
     def in_graph(self, module: nn.Module, hidden: int, top_k: int) -> _LayerInGraph:
-        """What graphs that call this layer hold."""
+        """What graphs that call this layer hold; NotUnderstoodError where they cannot."""
+        layout = self._layer_for(module, hidden, top_k).layout
         found = self._in_graphs.get(module)
-        if found is None or found.shape != (hidden, top_k):
-            found = _LayerInGraph(self, module, (hidden, top_k))
+        if found is None or (found.shape, found.layout) != ((hidden, top_k), layout):
+            found = _LayerInGraph(self, module, (hidden, top_k), layout)
             self._in_graphs[module] = found
         return found
 
@@ -209,11 +210,11 @@ class ExpertsHook:
 class _LayerInGraph:
     """A layer of a compiled graph: asks in each call what the hook asks."""
 
-    def __init__(self, hook: ExpertsHook, module: nn.Module, shape: tuple[int, int]) -> None:
+    def __init__(self, hook: ExpertsHook, module: nn.Module, shape: tuple[int, int], layout: Layout) -> None:
         self._hook = hook
         self._module = weakref.ref(module)  # whose hook owns this object
         self.shape = shape
-        self.layout = hook._layer_for(module, *shape).layout
+        self.layout = layout
 
     def experts(self) -> FrozenExperts:
         """The layer's base weights, where they are now."""
