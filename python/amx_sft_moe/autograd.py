@@ -1,13 +1,15 @@
-"""The operator as a differentiable function of x, the routing weights, the LoRA factors and the biases.
+"""The operator as a differentiable function of x, the routing weights, the LoRA factors, the biases and the
+base weights.
 
 Everything that backward needs goes through ``save_for_backward``: gradient checkpointing of both kinds,
-saved-tensor hooks and double-use checks work, and activations die with the graph. LoRA factors and biases are
-ordinary inputs, so hooks, clipping, DDP, FSDP and GradScaler see their gradients.
+saved-tensor hooks and double-use checks work, and activations die with the graph. LoRA factors, biases and
+base weights are ordinary inputs, so hooks, clipping, DDP, FSDP and GradScaler see their gradients, and a change
+in place between forward and backward is noticed.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -17,11 +19,14 @@ from torch.autograd.function import once_differentiable
 from torch.autograd.profiler import record_function
 
 from amx_sft_moe import _core
-from amx_sft_moe.layer import ExpertBiases, FrozenExperts
+from amx_sft_moe.layer import ExpertBiases, ExpertWeights
 
 _NUM_FACTORS = 6
 _NO_FACTORS = (None,) * _NUM_FACTORS
-# Positions of x, routing_weights and the first factor among the inputs of _Experts; biases follow the factors.
+_NUM_BIASES = 4
+_WEIGHTS = _NUM_FACTORS + _NUM_BIASES  # where base weights begin among the parameters of a call
+# Positions of x, routing_weights and the first factor among the inputs of _Experts; biases and base weights
+# follow the factors.
 _X, _ROUTING_WEIGHTS, _FACTORS = 2, 4, 5
 
 
@@ -81,7 +86,7 @@ def _ranges(name: str, operator: _core.SftMoe) -> Any:
 
 
 def run_forward(
-    experts: FrozenExperts,
+    experts: ExpertWeights,
     shared_a: bool,
     scaling: Sequence[float],
     x: torch.Tensor,
@@ -90,7 +95,8 @@ def run_forward(
     parameters: Sequence[torch.Tensor | None],
     save: bool,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """y and what :func:`run_backward` needs of it; ``parameters`` are six factors and four biases."""
+    """y and what :func:`run_backward` needs of it; ``parameters`` are six factors, four biases and
+    four base weights, of which the operator has the memory."""
     x, routing_weights = _adjacent(x), _adjacent(routing_weights)
     operator = experts.operator()
     with _ranges("forward", operator):
@@ -99,7 +105,7 @@ def run_forward(
 
 
 def run_backward(
-    experts: FrozenExperts,
+    experts: ExpertWeights,
     shared_a: bool,
     scaling: Sequence[float],
     x: torch.Tensor,
@@ -128,7 +134,7 @@ class _Experts(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any,
-        experts: FrozenExperts,
+        experts: ExpertWeights,
         lora: LoraFactors,
         x: torch.Tensor,
         expert_ids: torch.Tensor,
@@ -140,6 +146,7 @@ class _Experts(torch.autograd.Function):
         # Only what is no tensor may hang on ctx: the rest would outlive its layer under checkpointing.
         ctx.experts = experts
         ctx.lora = (lora.shared_a, lora.scaling)
+        # Base weights too, though the operator has them: autograd then checks that nobody changed them.
         ctx.save_for_backward(x, expert_ids, routing_weights, saved, *parameters)
         return y
 
@@ -158,9 +165,9 @@ class _Experts(torch.autograd.Function):
 def _for_core(
     shared_a: bool, scaling: Sequence[float], parameters: Sequence[torch.Tensor | None]
 ) -> tuple[_core.LoraFactors, _core.Biases]:
-    """Six factors and four biases as the operator takes them."""
+    """Factors and biases of a call as the operator takes them; its base weights it has."""
     factors = [_by_expert(factor) for factor in parameters[:_NUM_FACTORS]]
-    return _core.LoraFactors(shared_a, factors, scaling), _core.Biases(parameters[_NUM_FACTORS:])
+    return _core.LoraFactors(shared_a, factors, scaling), _core.Biases(parameters[_NUM_FACTORS:_WEIGHTS])
 
 
 def _adjacent(tensor: torch.Tensor) -> torch.Tensor:
@@ -210,27 +217,31 @@ def laid_out_like(factor: torch.Tensor, grad: torch.Tensor) -> torch.Tensor:
 
 
 def sft_moe(
-    experts: FrozenExperts,
+    experts: ExpertWeights,
     x: torch.Tensor,
     expert_ids: torch.Tensor,
     routing_weights: torch.Tensor,
     lora: LoraFactors = _NO_LORA,
     biases: ExpertBiases | None = None,
+    weights: Mapping[str, torch.Tensor] | None = None,
 ) -> torch.Tensor:
     """Experts' output y ``[T, H]`` of the dtype of x, differentiable with respect to x, routing weights,
-    factors and biases.
+    factors, biases and base weights.
 
     Gradients have the dtype of what they are of, and only those needed are computed. Where nothing requires a
     gradient, or under ``torch.no_grad()``, nothing is saved. Not differentiable twice.
 
     Args:
-        experts: the frozen base weights.
+        experts: the base weights.
         x: ``[T, H]`` bfloat16 or float32, in CPU memory. An input whose rows are not contiguous is copied
             first.
         expert_ids: ``[T, k]`` int64 or int32; an id outside ``[0, E)`` skips the route.
         routing_weights: ``[T, k]`` float32 or bfloat16.
         lora: the LoRA factors of this call.
         biases: the biases of this call, in place of those of ``experts``.
+        weights: the base weights of this call as inputs of autograd, in place of those of ``experts``: by the
+            same names, views of the same memory, such as those of a parameter that is laid out in another way.
+            Their gradients flow back through torch's view operations.
 
     Raises:
         ArgumentError, TypeError: an argument does not fit. StateError: the thread's workspace is in use.
@@ -239,11 +250,13 @@ def sft_moe(
     if torch.compiler.is_compiling():
         from amx_sft_moe import compiled  # which needs this module
 
-        return compiled.sft_moe(compiled.in_graph(experts), x, expert_ids, routing_weights, lora, biases)
-    parameters = (*lora.factors, *biases.tensors())
-    if torch.is_grad_enabled():
-        experts.require_frozen()
-        if any(t is not None and t.requires_grad for t in (x, routing_weights, *parameters)):
-            return _Experts.apply(experts, lora, x, expert_ids, routing_weights, *parameters)
+        inputs = x, expert_ids, routing_weights
+        given = experts.weights if weights is None else weights
+        return compiled.sft_moe(compiled.in_graph(experts), *inputs, lora, biases, given)
+    parameters = (*lora.factors, *biases.tensors(), *experts.inputs(weights))
+    if torch.is_grad_enabled() and any(
+        t is not None and t.requires_grad for t in (x, routing_weights, *parameters)
+    ):
+        return _Experts.apply(experts, lora, x, expert_ids, routing_weights, *parameters)
     inputs = x, expert_ids, routing_weights
     return run_forward(experts, lora.shared_a, lora.scaling, *inputs, parameters, save=False)[0]

@@ -4,25 +4,25 @@
     amx_sft_moe::forward_saved  y and the saved activations, differentiable
     amx_sft_moe::backward       the gradients that are wanted
 
-A graph holds no base weights of a layer, only its handle; the operators ask the layer for them in each call, so
-that weights which move or change after compilation are seen. Eager calls do not come this way: their autograd
-function costs less per call.
+A graph holds no base weights of a layer but those that train, only its handle; the operators ask the layer for
+them in each call, so that weights which move or change after compilation are seen. Eager calls do not come this
+way: their autograd function costs less per call.
 """
 
 from __future__ import annotations
 
 import itertools
 import weakref
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
 
 from amx_sft_moe import autograd
 from amx_sft_moe.errors import StateError
-from amx_sft_moe.layer import ExpertBiases, FrozenExperts
+from amx_sft_moe.layer import WEIGHT_NAMES, ExpertBiases, ExpertWeights, Weight, as_input
 
-_NUM_PARAMETERS = 10  # six factors and four biases
+_NUM_PARAMETERS = 14  # six factors, four biases, four base weights
 _PARAMETERS = ", ".join(f"Tensor? p{i}" for i in range(_NUM_PARAMETERS))
 _CALL = (
     "int layer, Tensor x, Tensor expert_ids, Tensor routing_weights, bool shared_a, float[] scaling, "
@@ -33,18 +33,18 @@ _X, _ROUTING_WEIGHTS, _FIRST = 1, 3, 7
 
 
 class Layer(Protocol):
-    """What a handle stands for, beside FrozenExperts themselves."""
+    """What a handle stands for, beside ExpertWeights themselves."""
 
-    def experts(self) -> FrozenExperts:
+    def experts(self) -> ExpertWeights:
         """The layer's base weights, where they are now."""
 
 
-_handles: weakref.WeakKeyDictionary[Layer | FrozenExperts, int] = weakref.WeakKeyDictionary()
-_layers: weakref.WeakValueDictionary[int, Layer | FrozenExperts] = weakref.WeakValueDictionary()
+_handles: weakref.WeakKeyDictionary[Layer | ExpertWeights, int] = weakref.WeakKeyDictionary()
+_layers: weakref.WeakValueDictionary[int, Layer | ExpertWeights] = weakref.WeakValueDictionary()
 _next_handle = itertools.count(1)
 
 
-def handle_of(layer: Layer | FrozenExperts) -> tuple[int, torch.dtype]:
+def handle_of(layer: Layer | ExpertWeights) -> tuple[int, torch.dtype]:
     """The number by which graphs call a layer, for as long as it lives, and the dtype of what its forward
     saves."""
     handle = _handles.get(layer)
@@ -59,11 +59,15 @@ def handle_of(layer: Layer | FrozenExperts) -> tuple[int, torch.dtype]:
 in_graph = torch.compiler.assume_constant_result(handle_of)
 
 
-def _experts(handle: int) -> FrozenExperts:
+def _experts(handle: int, parameters: Sequence[torch.Tensor | None] = ()) -> ExpertWeights:
     layer = _layers.get(handle)
     if layer is None:
         raise StateError("compiled graph: expected a layer that it was traced with, got one that is gone")
-    return layer if isinstance(layer, FrozenExperts) else layer.experts()
+    experts = layer if isinstance(layer, ExpertWeights) else layer.experts()
+    weights = zip(WEIGHT_NAMES, parameters[-len(WEIGHT_NAMES) :], strict=False)
+    if given := {name: weight for name, weight in weights if weight is not None}:
+        experts.inputs(given)  # refuses what is not the layer's own memory
+    return experts
 
 
 def sft_moe(
@@ -73,10 +77,15 @@ def sft_moe(
     routing_weights: torch.Tensor,
     lora: autograd.LoraFactors,
     biases: ExpertBiases,
+    weights: Mapping[str, Weight] | None = None,
 ) -> torch.Tensor:
     """:func:`amx_sft_moe.nn.sft_moe` as one node of a graph, for the layer of this handle."""
     handle, saved = layer
-    parameters = (*lora.factors, *biases.tensors())
+    # Those that train are inputs; the others are the layer's affair.
+    in_order = [as_input((weights or {}).get(name)) for name in WEIGHT_NAMES]
+    if not any(weight is not None and weight.requires_grad for weight in in_order):
+        in_order = [None] * len(WEIGHT_NAMES)
+    parameters = (*lora.factors, *biases.tensors(), *in_order)
     call = (handle, x, expert_ids, routing_weights, lora.shared_a, list(lora.scaling), saved, *parameters)
     if torch.is_grad_enabled() and any(
         t is not None and t.requires_grad for t in (x, routing_weights, *parameters)
@@ -96,7 +105,9 @@ def _forward(
     *parameters: torch.Tensor | None,
 ) -> torch.Tensor:
     inputs = x, expert_ids, routing_weights
-    return autograd.run_forward(_experts(handle), shared_a, scaling, *inputs, parameters, save=False)[0]
+    return autograd.run_forward(
+        _experts(handle, parameters), shared_a, scaling, *inputs, parameters, save=False
+    )[0]
 
 
 def _forward_saved(
@@ -110,7 +121,7 @@ def _forward_saved(
     *parameters: torch.Tensor | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     inputs = x, expert_ids, routing_weights
-    return autograd.run_forward(_experts(handle), shared_a, scaling, *inputs, parameters, save=True)
+    return autograd.run_forward(_experts(handle, parameters), shared_a, scaling, *inputs, parameters, save=True)
 
 
 def _backward(
@@ -126,7 +137,7 @@ def _backward(
     wanted: Sequence[bool],
 ) -> list[torch.Tensor]:
     grads = autograd.run_backward(
-        _experts(handle),
+        _experts(handle, parameters),
         shared_a,
         scaling,
         x,

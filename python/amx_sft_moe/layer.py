@@ -1,4 +1,4 @@
-"""Frozen experts of one layer, and operators for them: one per thread that asks, all of a thread on one
+"""Base weights of one layer, and operators for them: one per thread that asks, all of a thread on one
 workspace."""
 
 from __future__ import annotations
@@ -15,6 +15,9 @@ from amx_sft_moe import _core
 from amx_sft_moe.errors import ArgumentError
 from amx_sft_moe.kernels import provider_of
 from amx_sft_moe.sft_moe import as_int, parse_activation
+
+# The order in which the operator has their gradients.
+WEIGHT_NAMES = ("gate_proj", "up_proj", "down_proj", "gate_up_proj")
 
 # One stacked tensor, or one matrix per expert.
 Weight = torch.Tensor | Sequence[torch.Tensor]
@@ -33,13 +36,15 @@ def _shape_of(name: str, weight: Any) -> torch.Size:
     return shape
 
 
-def require_frozen(name: str, weight: torch.Tensor) -> None:
-    """Raises ArgumentError, naming the weight, where it requires a gradient."""
-    if weight.requires_grad:
-        raise ArgumentError(
-            f"{name}: expected a base weight that requires no gradient (gradients of base weights are not "
-            "computed), got requires_grad=True"
-        )
+def as_input(weight: Weight | None) -> torch.Tensor | None:
+    """A weight as autograd has it; None of one matrix per expert, which are frozen."""
+    return weight if isinstance(weight, torch.Tensor) else None
+
+
+def _memory_of(tensor: Weight) -> tuple[Any, ...]:
+    if not isinstance(tensor, torch.Tensor):
+        return tuple(map(_memory_of, tensor))
+    return tensor.data_ptr(), tensor.dtype, tuple(tensor.shape), tensor.stride()
 
 
 @dataclass(frozen=True)
@@ -68,7 +73,7 @@ class _ThreadState(threading.local):
     def __init__(self) -> None:
         self.workspace = _core.Workspace()
         # Each with the addresses and the name that it was given.
-        self.operators: weakref.WeakKeyDictionary[FrozenExperts, tuple[_core.SftMoe, tuple[int, ...], str]] = (
+        self.operators: weakref.WeakKeyDictionary[ExpertWeights, tuple[_core.SftMoe, tuple[int, ...], str]] = (
             weakref.WeakKeyDictionary()
         )
         self.collects_times = False
@@ -92,16 +97,16 @@ def take_times() -> list[tuple[dict[str, Any], dict[str, Any]]]:
     return [made.take_totals() for made, *_ in _of_this_thread.operators.values()]
 
 
-class FrozenExperts:
+class ExpertWeights:
     """Base weights of one layer: ``gate_up_proj [E, 2I, H]`` (gate rows first) or ``gate_proj``, ``up_proj``
     ``[E, I, H]``, and ``down_proj [E, H, I]``; CPU tensors, all bfloat16 or all float32. Each is one stacked
     tensor or a sequence of one matrix per expert, such as views of mapped files.
 
     The tensors are kept, not copied. A parameter whose memory moves (``.to()``, FSDP, merging) is noticed at
-    the next use; the matrices of a sequence must stay in place. Weights that require a gradient are refused
-    where one would be recorded: it is not computed.
+    the next use; the matrices of a sequence must stay in place.
 
-    ``biases`` need not be frozen: those that require a gradient receive one.
+    Weights and ``biases`` that require a gradient receive one, those that do not are frozen. Weights as one
+    matrix per expert are always frozen.
     """
 
     def __init__(
@@ -130,6 +135,11 @@ class FrozenExperts:
         for name, weight in self._weights.items():
             if not isinstance(weight, torch.Tensor):
                 self._weights[name] = tuple(weight)
+                if any(matrix.requires_grad for matrix in weight):
+                    raise ArgumentError(
+                        f"{name}: expected matrices that require no gradient, as one for each expert they are "
+                        "frozen, got requires_grad=True"
+                    )
         if "down_proj" not in self._weights:
             raise TypeError("down_proj: expected a torch.Tensor, got None")
         self.num_experts, self.hidden_size, self.intermediate_size = shapes["down_proj"]
@@ -155,6 +165,22 @@ class FrozenExperts:
         # Here and not at the first use, what does not fit is refused. All threads take the kernel that this one
         # found, whatever the environment says by then.
         self._options["kernel"] = self.operator().kernel
+
+    def inputs(self, weights: Mapping[str, torch.Tensor] | None = None) -> tuple[torch.Tensor | None, ...]:
+        """The base weights as inputs of autograd, in the order of :data:`WEIGHT_NAMES`: these, or ``weights``,
+        which are views of the same memory."""
+        if weights is None:
+            return tuple([as_input(self._weights.get(name)) for name in WEIGHT_NAMES])
+        if weights.keys() != self._weights.keys():
+            raise ArgumentError(f"weights: expected {sorted(self._weights)}, got {sorted(weights)}")
+        for name, weight in weights.items():
+            own = self._weights[name]
+            if weight is not own and _memory_of(weight) != _memory_of(own):
+                raise ArgumentError(
+                    f"weights[{name!r}]: expected the memory of the experts' {name}, {_memory_of(own)}, got "
+                    f"{_memory_of(weight)} (address, dtype, shape, strides)"
+                )
+        return tuple([as_input(weights.get(name)) for name in WEIGHT_NAMES])
 
     @property
     def weights(self) -> dict[str, Weight]:
@@ -192,9 +218,3 @@ class FrozenExperts:
         )
         state.operators[self] = (made, addresses, self.name)
         return made
-
-    def require_frozen(self) -> None:
-        """Raises ArgumentError where a base weight requires a gradient, which nobody would compute."""
-        for name, weight in self._weights.items():
-            for matrix in (weight,) if isinstance(weight, torch.Tensor) else weight:
-                require_frozen(name, matrix)

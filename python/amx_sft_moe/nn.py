@@ -1,4 +1,4 @@
-"""torch modules: the experts of a layer with trainable LoRA factors on frozen base weights.
+"""torch modules: the experts of a layer with trainable LoRA factors on base weights, frozen or trained.
 
 :func:`sft_moe` is the function below the module, for models that keep their parameters elsewhere.
 """
@@ -15,10 +15,10 @@ from torch import nn
 from amx_sft_moe import compiled
 from amx_sft_moe.autograd import LoraFactors, sft_moe
 from amx_sft_moe.errors import ArgumentError
-from amx_sft_moe.layer import ExpertBiases, FrozenExperts, require_frozen
+from amx_sft_moe.layer import ExpertBiases, ExpertWeights
 from amx_sft_moe.sft_moe import as_float, as_int
 
-__all__ = ["ExpertBiases", "FrozenExperts", "LoraFactors", "SftMoeExperts", "sft_moe"]
+__all__ = ["ExpertBiases", "ExpertWeights", "LoraFactors", "SftMoeExperts", "sft_moe"]
 
 _BASE_NAMES = ("gate_up_proj", "gate_proj", "up_proj", "down_proj")
 _BIAS_NAMES = ("gate_bias", "up_bias", "down_bias", "gate_up_bias")
@@ -27,10 +27,11 @@ _SHARED = ("gate_up_lora_a", "gate_up_lora_b", None, None, "down_lora_a", "down_
 
 
 class SftMoeExperts(nn.Module):
-    """Experts of one MoE layer: frozen base weights and, with ``lora_rank > 0``, trainable LoRA factors.
+    """Experts of one MoE layer: base weights and, with ``lora_rank > 0``, trainable LoRA factors.
 
-    The router stays outside. Base weights are parameters that require no gradient and share the memory of the
-    tensors given; they are not copied. Factors start as in PEFT: A uniform (Kaiming), B zero.
+    The router stays outside. Base weights are parameters that share the memory of the tensors given; they are
+    not copied. One that requires a gradient (an ``nn.Parameter`` does unless told otherwise) is trained; the
+    others stay as they are. Factors start as in PEFT: A uniform (Kaiming), B zero.
 
     Parameters of the module: ``gate_up_proj`` or ``gate_proj`` and ``up_proj``, ``down_proj``; the factors
     ``gate_lora_a [E, r, H]``, ``gate_lora_b [E, I, r]``, ``up_lora_a``, ``up_lora_b``, ``down_lora_a [E, r,
@@ -43,8 +44,7 @@ class SftMoeExperts(nn.Module):
         gate_proj, up_proj: ``[E, I, H]`` each.
         down_proj: ``[E, H, I]``. All bfloat16, or all float32, in CPU memory.
         gate_bias, up_bias: ``[E, I]``, or gate_up_bias: ``[E, 2I]``, gate entries first.
-        down_bias: ``[E, H]``. Biases are bfloat16 or float32. One that requires a gradient (an ``nn.Parameter``
-            does unless told otherwise) is trained; the others stay as they are.
+        down_bias: ``[E, H]``. Biases are bfloat16 or float32, trained where they require a gradient.
         lora_rank: r; 0 for no adapter.
         lora_alpha: the scaling is ``lora_alpha / lora_rank``; ``None`` means 1.
         shared_lora_a: gate and up share one A, as in PEFT's adapters of fused experts.
@@ -87,17 +87,15 @@ class SftMoeExperts(nn.Module):
         self._options = {"activation": activation, "kernel": kernel, "num_threads": num_threads}
         given = dict(zip(_BASE_NAMES, (gate_up_proj, gate_proj, up_proj, down_proj), strict=True))
         for name, weight in given.items():
-            if weight is not None:
-                require_frozen(name, weight)
-            self.register_parameter(name, None if weight is None else nn.Parameter(weight, requires_grad=False))
+            self.register_parameter(name, None if weight is None else _as_parameter(name, weight))
         for name, bias in zip(_BIAS_NAMES, (gate_bias, up_bias, down_bias, gate_up_bias), strict=True):
             self.register_parameter(name, None if bias is None else _as_parameter(name, bias))
-        self._experts: FrozenExperts | None = None
-        frozen = self.experts()  # refuses shapes and dtypes that do not fit
+        self._experts: ExpertWeights | None = None
+        made = self.experts()  # refuses shapes and dtypes that do not fit
         self.num_experts, self.hidden_size, self.intermediate_size = (
-            frozen.num_experts,
-            frozen.hidden_size,
-            frozen.intermediate_size,
+            made.num_experts,
+            made.hidden_size,
+            made.intermediate_size,
         )
         self._make_factors(lora_dtype)
 
@@ -145,7 +143,7 @@ class SftMoeExperts(nn.Module):
         """``lora_alpha / lora_rank``."""
         return 1.0 if self.lora_alpha is None or self.lora_rank == 0 else self.lora_alpha / self.lora_rank
 
-    def experts(self) -> FrozenExperts:
+    def experts(self) -> ExpertWeights:
         """Base weights and biases as the operator sees them; made anew where a parameter was replaced."""
         weights = {name: weight for name in _BASE_NAMES if (weight := getattr(self, name)) is not None}
         biases = ExpertBiases(*[getattr(self, name) for name in _BIAS_NAMES])
@@ -155,7 +153,7 @@ class SftMoeExperts(nn.Module):
             or any(weights.get(name) is not weight for name, weight in found.weights.items())
             or any(a is not b for a, b in zip(biases.tensors(), found.biases.tensors(), strict=True))
         ):
-            found = FrozenExperts(top_k=self.top_k, biases=biases, **weights, **self._options, name=self._name)
+            found = ExpertWeights(top_k=self.top_k, biases=biases, **weights, **self._options, name=self._name)
             self._experts = found
         return found
 
@@ -173,8 +171,9 @@ class SftMoeExperts(nn.Module):
         tokens = x.reshape(-1, x.shape[-1])
         if torch.compiler.is_compiling():
             biases = ExpertBiases(*[getattr(self, name) for name in _BIAS_NAMES])
-            layer = compiled.in_graph(self)
-            return compiled.sft_moe(layer, tokens, expert_ids, routing_weights, lora, biases).view(x.shape)
+            weights = {name: weight for name in _BASE_NAMES if (weight := getattr(self, name)) is not None}
+            inputs = tokens, expert_ids, routing_weights
+            return compiled.sft_moe(compiled.in_graph(self), *inputs, lora, biases, weights).view(x.shape)
         return sft_moe(self.experts(), tokens, expert_ids, routing_weights, lora).view(x.shape)
 
     def __getstate__(self) -> dict[str, Any]:
@@ -189,14 +188,14 @@ class SftMoeExperts(nn.Module):
         )
 
 
-def _as_parameter(name: str, bias: torch.Tensor) -> nn.Parameter:
-    if isinstance(bias, nn.Parameter):
-        return bias
-    if not isinstance(bias, torch.Tensor):
-        raise TypeError(f"{name}: expected a torch.Tensor, got {type(bias).__name__}")
-    if not bias.is_leaf:
+def _as_parameter(name: str, tensor: torch.Tensor) -> nn.Parameter:
+    if isinstance(tensor, nn.Parameter):
+        return tensor
+    if not isinstance(tensor, torch.Tensor):
+        raise TypeError(f"{name}: expected a torch.Tensor, got {type(tensor).__name__}")
+    if not tensor.is_leaf:
         raise ArgumentError(
             f"{name}: expected a leaf tensor, got the result of an operation, which the module would cut off "
-            "from its graph (call sft_moe with biases= instead)"
+            "from its graph (call sft_moe with biases= or weights= instead)"
         )
-    return nn.Parameter(bias, requires_grad=bias.requires_grad)
+    return nn.Parameter(tensor, requires_grad=tensor.requires_grad)

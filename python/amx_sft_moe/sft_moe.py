@@ -30,6 +30,10 @@ GRADIENT_NAMES = (
     "up_bias",
     "down_bias",
     "gate_up_bias",
+    "gate_proj",
+    "up_proj",
+    "down_proj",
+    "gate_up_proj",
 )
 
 # As users write them, and as _core names them; gpt_oss alone has constants.
@@ -106,6 +110,8 @@ class Gradients:
         gate_up_lora_a, gate_up_lora_b: instead of the gate and up ones where gate and up share one A.
         gate_bias, up_bias ``[E, I]``, down_bias ``[E, H]``, or gate_up_bias ``[E, 2I]``: of the biases that
             the operator has, where they were asked for, in the biases' dtypes.
+        gate_proj, up_proj ``[E, I, H]`` or gate_up_proj ``[E, 2I, H]``, as the base weights were given, and
+            down_proj ``[E, H, I]``: of the base weights, where they were asked for, in the weights' dtype.
     """
 
     __slots__ = GRADIENT_NAMES
@@ -124,6 +130,10 @@ class Gradients:
     up_bias: Tensor | None
     down_bias: Tensor | None
     gate_up_bias: Tensor | None
+    gate_proj: Tensor | None
+    up_proj: Tensor | None
+    down_proj: Tensor | None
+    gate_up_proj: Tensor | None
 
     def __init__(self, **tensors: Tensor) -> None:
         for name in GRADIENT_NAMES:
@@ -143,7 +153,8 @@ class Gradients:
 class SftMoe:
     """Experts of one MoE layer with LoRA: ``y[t] = sum over routes of w * down(act(gate(x), up(x)))``.
 
-    Base weights are frozen, read where they lie and never copied. Nothing here builds an autograd graph:
+    Base weights are read where they lie, never copied and never written; their gradients are computed for those
+    who train them. Nothing here builds an autograd graph:
     tensors that require a gradient are read as they are. For autograd see :mod:`amx_sft_moe.nn`.
 
     Dimensions: T tokens, k = ``top_k``, E experts, H hidden, I intermediate, r a LoRA rank.
@@ -263,7 +274,7 @@ class SftMoe:
         down_bias: Tensor | None = None,
         gate_up_bias: Tensor | None = None,
     ) -> None:
-        """Sets the frozen base weights, and biases where the projections have them. The tensors are kept alive
+        """Sets the base weights, and biases where the projections have them. The tensors are kept alive
         and not copied; those of weights must stay in place.
 
         Each weight is one stacked tensor or a list of one matrix per expert, read-only memory maps included.
@@ -371,24 +382,28 @@ class SftMoe:
         *,
         skip: Iterable[str] = (),
         bias_gradients: bool = False,
+        weight_gradients: bool = False,
     ) -> Gradients:
         """Pops the last saved forward and computes its gradients. A refused call keeps the entry.
 
         Args:
             grad_y: ``[T, H]`` bfloat16 or float32.
-            accumulate: add the gradients of factors and biases to what ``out`` holds instead of overwriting.
-                ``grad_x`` and ``grad_routing_weights`` are always overwritten.
-            scale: multiplied into this call's contribution to the gradients of factors and biases.
+            accumulate: add the gradients of factors, biases and base weights to what ``out`` holds instead of
+                overwriting. ``grad_x`` and ``grad_routing_weights`` are always overwritten.
+            scale: multiplied into this call's contribution to the gradients of parameters.
             out: tensors that receive gradients, by name; what it does not name is allocated. With
-                ``accumulate`` it must name every gradient of a factor, and of a bias that is wanted, unless
-                skipped.
+                ``accumulate`` it must name every gradient of a factor, and of a bias or a base weight that is
+                wanted, unless skipped. Those of base weights are stacked tensors, bfloat16 or float32, of any
+                strides, in memory that no input, weight or other gradient has too.
             skip: names of gradients that are not wanted and not computed, such as ``"grad_x"`` in a first
                 layer.
             bias_gradients: compute the gradients of all biases, not only of those that ``out`` names.
+            weight_gradients: compute the gradients of all base weights, not only of those that ``out`` names:
+                as much arithmetic as a forward, and tensors as large as the weights.
 
         Returns:
-            Gradients: those of factors and biases in the parameters' shapes and dtypes. Experts without tokens
-                get exact zeros.
+            Gradients: those of factors, biases and base weights in the parameters' shapes and dtypes. Experts
+                without tokens get exact zeros.
         """
         given = out.as_dict() if isinstance(out, Gradients) else out
         if given is None:
@@ -404,9 +419,8 @@ class SftMoe:
         if unknown:
             raise ArgumentError(f"skip: expected names out of {GRADIENT_NAMES}, got {sorted(unknown)}")
         scale = as_float("scale", scale)
-        return Gradients(
-            **self._core.backward(grad_y, bool(accumulate), scale, given, skipped, bool(bias_gradients))
-        )
+        wants = bool(bias_gradients), bool(weight_gradients)
+        return Gradients(**self._core.backward(grad_y, bool(accumulate), scale, given, skipped, *wants))
 
     def clear(self) -> None:
         """Forgets all forwards that wait for their backward."""

@@ -111,7 +111,7 @@ BaseTensors read_base(const Config& c, py::handle gate_proj, py::handle up_proj,
   const index_t intermediate = c.intermediate_size;
   UntypedExperts gate;
   UntypedExperts up;
-  const bool fused = !gate_up_proj.is_none();
+  const bool fused = keep.fused = !gate_up_proj.is_none();
   if (fused) {
     if (!gate_proj.is_none() || !up_proj.is_none()) {
       throw TypeMismatch("set_base: expected either gate_up_proj or gate_proj and up_proj, got both forms");
@@ -133,6 +133,40 @@ BaseTensors read_base(const Config& c, py::handle gate_proj, py::handle up_proj,
     assemble<float>(c, gate, up, up_begin, down, keep);
   }
   return keep;
+}
+
+std::string_view name_of_weight(std::size_t weight) {
+  constexpr std::array<std::string_view, kBaseWeightCount> kNames{"gate_proj", "up_proj", "down_proj",
+                                                                  "gate_up_proj"};
+  return kNames[weight];
+}
+
+std::array<index_t, 3> shape_of_weight(std::size_t weight, const Config& config) {
+  if (weight == kDownProj) return {config.num_experts, config.hidden_size, config.intermediate_size};
+  const index_t parts = weight == kGateUpProj ? 2 : 1;
+  return {config.num_experts, parts * config.intermediate_size, config.hidden_size};
+}
+
+void bind_weight_gradient(WeightGradients& gradients, std::size_t weight, const Tensor& tensor,
+                          const Config& config) {
+  const std::string name = concat("out.", name_of_weight(weight));
+  const auto [experts, rows, cols] = shape_of_weight(weight, config);
+  require_float(tensor, name);
+  require_shape(tensor, name, {experts, rows, cols});
+  switch (weight) {
+    case kGateProj:
+      gradients.gate = output_experts(tensor, name, 0, rows);
+      break;
+    case kUpProj:
+      gradients.up = output_experts(tensor, name, 0, rows);
+      break;
+    case kDownProj:
+      gradients.down = output_experts(tensor, name, 0, rows);
+      break;
+    default:
+      gradients.gate = output_experts(tensor, name, 0, rows / 2);
+      gradients.up = output_experts(tensor, name, rows / 2, rows / 2);
+  }
 }
 
 }  // namespace amx_sft_moe::python

@@ -41,7 +41,7 @@ ParameterTensors::ParameterTensors(const ParameterObjects& from, const Config& c
     : objects(from), lora(read_lora(from.lora, config, alpha)), biases(read_biases(from.biases, config)) {}
 
 Gradients bind_gradients(const Config& config, const GradientTypes& types, const ParameterTensors& parameters,
-                         const GradientSource& source) {
+                         const BaseTensors& base, const GradientSource& source) {
   Gradients grads;
   const index_t hidden = config.hidden_size;
   if (const auto t = source(kGradX, "grad_x", types.x, {types.tokens, hidden})) {
@@ -67,6 +67,13 @@ Gradients bind_gradients(const Config& config, const GradientTypes& types, const
     if (const auto t =
             source(kGradBiases + b, BiasObjects::name(b), bias->dtype(), {bias->shape[0], bias->shape[1]})) {
       bind_bias_gradient(grads.biases, b, *t, config);
+    }
+  }
+  for (std::size_t w = 0; w < kBaseWeightCount; ++w) {
+    if (!has_weight(base, w)) continue;
+    const auto [experts, rows, cols] = shape_of_weight(w, config);
+    if (const auto t = source(kGradWeights + w, name_of_weight(w), base.dtype, {experts, rows, cols})) {
+      bind_weight_gradient(grads.weights, w, *t, config);
     }
   }
   return grads;

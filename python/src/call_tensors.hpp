@@ -6,6 +6,7 @@
 #include <optional>
 #include <vector>
 
+#include "base_weights.hpp"
 #include "bias_tensors.hpp"
 #include "lora_tensors.hpp"
 
@@ -36,7 +37,7 @@ struct InputTensors {
   index_t tokens() const { return x.shape[0]; }
 };
 
-// Everything that may be trained, as objects and as read for one call.
+// LoRA factors and biases, as objects and as read for one call.
 struct ParameterObjects {
   LoraObjects lora;
   BiasObjects biases;
@@ -49,13 +50,15 @@ struct ParameterTensors {
   ParameterTensors(const ParameterObjects& from, const Config& config, std::optional<float> alpha);
 };
 
-// Order of the gradients of a call: of x, of the routing weights, of the factors and of the biases.
+// Order of the gradients of a call: of x, of the routing weights, of the factors, of the biases and of the base
+// weights.
 enum GradientSlot : std::size_t {
   kGradX,
   kGradRoutingWeights,
   kGradFactors,
   kGradBiases = kGradFactors + kFactorCount,
-  kGradientCount = kGradBiases + kBiasCount
+  kGradWeights = kGradBiases + kBiasCount,
+  kGradientCount = kGradWeights + kBaseWeightCount
 };
 
 // What the gradients of one call have in common with its inputs.
@@ -68,9 +71,9 @@ struct GradientTypes {
 using GradientSource = std::function<std::optional<Tensor>(std::size_t slot, std::string_view name, DType dtype,
                                                            std::initializer_list<index_t> shape)>;
 
-// Asks `source` for every gradient that exists for these parameters.
+// Asks `source` for every gradient that exists for these parameters and weights.
 Gradients bind_gradients(const Config& config, const GradientTypes& types, const ParameterTensors& parameters,
-                         const GradientSource& source);
+                         const BaseTensors& base, const GradientSource& source);
 
 // Caller-owned activations in one flat tensor, each part on a cache line of its own.
 class SavedLayout {

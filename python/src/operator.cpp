@@ -106,7 +106,7 @@ py::object Operator::forward_sft(py::handle x, py::handle expert_ids, py::handle
 }
 
 py::dict Operator::backward(py::handle grad_y_object, bool accumulate, float scale, const py::dict& out,
-                            const py::set& skip, bool bias_gradients) {
+                            const py::set& skip, bool bias_gradients, bool weight_gradients) {
   const Guard guard(in_use_, "backward");
   AnySftMoe& moe = ready();
   if (entries_.empty()) {
@@ -116,6 +116,12 @@ py::dict Operator::backward(py::handle grad_y_object, bool accumulate, float sca
   const Tensor grad_y = read_rows(grad_y_object, "grad_y", entry.tokens, config_.hidden_size);
   const AnyConstMatrix grad_y_view = input_matrix(grad_y, "grad_y", entry.tokens, config_.hidden_size);
   const ParameterTensors parameters(parameters_, config_, lora_alpha_);
+
+  // Those that are large, or of what mostly stays as it is.
+  const auto unasked = [&](std::size_t slot) {
+    if (slot >= kGradWeights) return !weight_gradients;
+    return slot >= kGradBiases && !bias_gradients;
+  };
 
   py::dict results;
   py::set unknown(py::object(out.attr("keys")()));
@@ -129,7 +135,7 @@ py::dict Operator::backward(py::handle grad_y_object, bool accumulate, float sca
       results[key] = out[key];
       return given.emplace_back(read_tensor(out[key], concat("out.", name)));
     }
-    if (skip.contains(key) || (slot >= kGradBiases && !bias_gradients)) return std::nullopt;
+    if (skip.contains(key) || unasked(slot)) return std::nullopt;
     if (accumulate && slot >= kGradFactors) {
       throw ArgumentError(
           concat("accumulate: expected out to hold ", name,
@@ -139,7 +145,7 @@ py::dict Operator::backward(py::handle grad_y_object, bool accumulate, float sca
     results[key] = made.owner;
     return made;
   };
-  Gradients grads = bind_gradients(config_, entry, parameters, source);
+  Gradients grads = bind_gradients(config_, entry, parameters, base_, source);
   if (!unknown.empty()) {
     throw ArgumentError(concat("out: expected the names of gradients that this operator has, got also ",
                                py::cast<std::string>(py::str(py::list(unknown)))));
@@ -211,7 +217,7 @@ py::tuple Operator::backward_saved(py::handle x, py::handle expert_ids, py::hand
     return made;
   };
   const GradientTypes types{in.tokens(), in.x.dtype(), in.routing.weights.dtype()};
-  const Gradients grads = bind_gradients(config_, types, parameters, source);
+  const Gradients grads = bind_gradients(config_, types, parameters, base_, source);
   {
     const py::gil_scoped_release release;
     use(parameters);

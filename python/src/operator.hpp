@@ -8,7 +8,6 @@
 #include <optional>
 #include <string>
 
-#include "base_weights.hpp"
 #include "call_tensors.hpp"
 #include "kernels.hpp"
 #include "ranges.hpp"
@@ -56,10 +55,10 @@ class Operator {
   // On the operator's own stack. `out` is None or y; returns y.
   py::object forward_sft(py::handle x, py::handle expert_ids, py::handle routing_weights,
                          bool save_for_backward, py::handle out);
-  // `out` maps names to tensors, `skip` holds names that are not to be computed; biases' gradients are
-  // computed where `out` has them or `bias_gradients` asks for all. Returns a dict of names to tensors.
+  // `out` maps names to tensors, `skip` holds names that are not to be computed; gradients of biases and of base
+  // weights are computed where `out` has them or where all are asked for. Returns a dict of names to tensors.
   py::dict backward(py::handle grad_y, bool accumulate, float scale, const py::dict& out, const py::set& skip,
-                    bool bias_gradients);
+                    bool bias_gradients, bool weight_gradients);
 
   // With activations that the caller owns, and parameters that live for this call. Returns (y, saved); `saved`
   // is one flat tensor, or None where nothing is to be saved.

@@ -27,7 +27,7 @@ using amx_sft_moe::Routing;
 using Kernel = PortableBf16;  // the checks are the operator's, the same for every kernel
 using Saved = amx_sft_moe::SavedActivations<Kernel::Stored>;
 
-inline constexpr Case kCase = with_biases({"misuse", 9, 2, 3, 17, 33, {4, 5, 6}});
+inline constexpr Case kCase = with_trained_base(with_biases({"misuse", 9, 2, 3, 17, 33, {4, 5, 6}}));
 
 // Every argument of a forward and its backward.
 struct Call {
@@ -137,6 +137,39 @@ std::vector<BadCall> bad_backwards() {
       {{"biases.down", "not overlap", "(0, 1)"}, [](Call& c) { c.grads.biases.down = floats(3, 17, 0); }},
       {{"biases.up", "not overlap", "(33, 0)"}, [](Call& c) { c.grads.biases.up = floats(3, 33, 33, 0); }},
       {{"biases.gate", "not overlap", "(32, 1)"}, [](Call& c) { c.grads.biases.gate = floats(3, 33, 32); }},
+      {{"weights.gate.experts", "3", "2"}, [=](Call& c) { c.grads.weights.gate = factor(2, 33, 17); }},
+      {{"weights.gate.rows", "33", "66"}, [=](Call& c) { c.grads.weights.gate = factor(3, 66, 17); }},
+      {{"weights.up.cols", "17", "33"}, [=](Call& c) { c.grads.weights.up = factor(3, 33, 33); }},
+      {{"weights.down.rows", "17", "33"}, [=](Call& c) { c.grads.weights.down = factor(3, 33, 17); }},
+      {{"weights.down", "not overlap", "(0, 33, 1)"},
+       [](Call& c) { c.grads.weights.down = {somewhere(), 3, 17, 33, 0, 33, 1}; }},
+      {{"grads.weights.up", "memory of its own", "grads.weights.gate"},
+       [](Call& c) { c.grads.weights.up = c.grads.weights.gate; }},
+      {{"grads.weights.up", "memory of its own", "grads.lora.down_a"},
+       [=](Call& c) {
+         c.grads.weights.up = factor(3, 33, 17);
+         c.grads.lora.down_a = {somewhere() + 1682, 3, 6, 33};
+       }},
+      {{"grads.weights.down", "memory of its own", "grads.biases.gate"},
+       [=](Call& c) {
+         c.grads.weights.down = factor(3, 17, 33);
+         c.grads.biases.gate = floats(3, 33, 100);
+       }},
+      {{"grads.weights.down", "memory of its own", "grads.x"},
+       [=](Call& c) {
+         c.grads.weights.down = factor(3, 17, 33);
+         c.grads.x = floats(9, 17, 17);
+       }},
+      {{"grads.weights.gate", "memory of its own", "grads.routing_weights"},
+       [=](Call& c) {
+         c.grads.weights.gate = factor(3, 33, 17);
+         c.grads.routing_weights = floats(9, 2, 2);
+       }},
+      {{"grads.weights.gate", "memory of its own", "grad_y"},
+       [=](Call& c) {
+         c.grads.weights.gate = factor(3, 33, 17);
+         c.grad_y = const_floats(9, 17, 17);
+       }},
       {{"grads.routing_weights", "not overlap", "(1, 1)"},
        [](Call& c) { c.grads.routing_weights = floats(9, 2, 1); }},
       {{"lora.gate_a", "not overlap", "(67, 17, 1)"}, overlapping(&LoraGradients::gate_a, 4, 17, {67, 17, 1})},
@@ -259,6 +292,49 @@ TEST_F(MisuseOfCalls, BackwardFromCallersBuffers) {
       expect_still_usable();
     }
   }
+}
+
+// Weights, factors, biases and activations are read while gradients are written.
+TEST_F(MisuseOfCalls, GradientOfAWeightWhereAnInputLies) {
+  const auto weight_at = [](const void* data, index_t experts, index_t rows, index_t cols) {
+    return AnyExpertTensor(static_cast<bf16*>(const_cast<void*>(data)), experts, rows, cols);
+  };
+  const auto base = problem_.base<bf16>();
+  const auto address = [](const auto& view) {
+    return view.visit([](const auto* data) { return static_cast<const void*>(data); });
+  };
+  struct Input {
+    const char* name;
+    const void* data;
+  };
+  for (const Input& c :
+       {Input{"weights.gate", base.gate.base}, Input{"weights.up", base.up.base + 1682},
+        Input{"weights.down", base.down.base}, Input{"weights.biases.up", address(base.biases.up)},
+        Input{"lora.up.b", address(problem_.lora().up.b[2])},
+        Input{"routing.weights", address(problem_.routing().weights)}, Input{"x", address(problem_.x())},
+        Input{"saved.gate", saved_.view().gate.data}, Input{"saved.u_down", saved_.view().u_down.data}}) {
+    SCOPED_TRACE(c.name);
+    moe_.forward_sft(problem_.routing(), problem_.x(), outputs_.y(), saved_.view());
+    Call call = correct_call();
+    call.grads.weights.gate = weight_at(c.data, 3, 33, 17);
+    outputs_.poison();
+    expect_refused<ArgumentError>(
+        [&] { moe_.backward(call.routing, call.x, call.saved, call.grad_y, call.grads); },
+        {"grads.weights.gate", "memory of its own", c.name});
+    expect_nothing_written();
+    expect_still_usable();
+  }
+  // One pointer for each expert, gradients wherever else.
+  const Problem apart = random_problem(kCase, kPeftLike, DType::kBf16);
+  Moe<Kernel> moe = make_moe<Kernel>(apart);
+  Outputs out(apart);
+  moe.forward_sft(apart.routing(), apart.x(), out.y());
+  Gradients grads = out.gradients();
+  grads.weights.down = {const_cast<bf16*>(apart.base<bf16>().down[2].data), 3, 17, 33};
+  expect_refused<ArgumentError>([&] { moe.backward(apart.grad_y(), grads); },
+                                {"grads.weights.down", "memory of its own", "weights.down"});
+  moe.backward(apart.grad_y(), out.gradients());
+  expect_same_bits(step_alone<Kernel>(apart), out);
 }
 
 TEST_F(MisuseOfCalls, GradientOfAnAbsentAdapter) {

@@ -19,9 +19,11 @@ using reference::kGradX;
 using reference::kTensors;
 using reference::kUpA;
 
-inline constexpr Case kBusy = with_biases({"busy", 17, 2, 3, 37, 33, {7, 5, 3}});
-inline constexpr Case kIdle = with_biases({"idle", 9, 2, 6, 32, 17, {4, 4, 4}, kIdleExperts});
+inline constexpr Case kBusy = with_trained_base(with_biases({"busy", 17, 2, 3, 37, 33, {7, 5, 3}}));
+inline constexpr Case kIdle =
+    with_trained_base(with_biases({"idle", 9, 2, 6, 32, 17, {4, 4, 4}, kIdleExperts}));
 inline constexpr Case kShared = with_biases({"shared", 9, 2, 3, 32, 17, {4, 4, 4}, kDistinct, true});
+inline constexpr Case kManyRows = with_trained_base({"many_rows", 521, 1, 2, 8, 5, {0, 0, 0}, kOneExpert});
 inline constexpr Storage kFp32{.name = "fp32", .activations = DType::kFp32, .factors = DType::kFp32};
 
 template <class Kernel>
@@ -57,7 +59,7 @@ class OperatorGradients : public KernelTest<Kernel> {
 TYPED_TEST_SUITE(OperatorGradients, AllKernels, KernelLabels);
 
 TYPED_TEST(OperatorGradients, OverwriteIgnoresWhatWasThere) {
-  for (const Case& c : {kBusy, kIdle, kShared}) {
+  for (const Case& c : {kBusy, kIdle, kShared, kManyRows}) {
     SCOPED_TRACE(c.name);
     for (const Storage& storage : {kPlain, kFp32, kPeftLike}) {
       const Problem problem = integer_problem(c, storage, kWeightDType<TypeParam>);
@@ -67,7 +69,7 @@ TYPED_TEST(OperatorGradients, OverwriteIgnoresWhatWasThere) {
 }
 
 TYPED_TEST(OperatorGradients, AccumulateAdds) {
-  for (const Case& c : {kBusy, kIdle, kShared}) {
+  for (const Case& c : {kBusy, kIdle, kShared, kManyRows}) {
     SCOPED_TRACE(c.name);
     for (const Storage& storage : {kPlain, kFp32, kPeftLike}) {
       const Problem problem = integer_problem(c, storage, kWeightDType<TypeParam>);
@@ -77,7 +79,7 @@ TYPED_TEST(OperatorGradients, AccumulateAdds) {
 }
 
 TYPED_TEST(OperatorGradients, ScaleActsOnThisCallsParameterGradientsOnly) {
-  for (const Case& c : {kBusy, kShared}) {
+  for (const Case& c : {kBusy, kShared, kManyRows}) {
     SCOPED_TRACE(c.name);
     const Problem problem = integer_problem(c, kFp32, kWeightDType<TypeParam>);
     this->expect_combined(problem, this->step(problem, 1000, false, 0.25F), 0, 0.25);
@@ -109,7 +111,7 @@ TYPED_TEST(OperatorGradients, ExpertsWithoutTokens) {
   for (std::size_t t = kGateA; t < kTensors; ++t) {
     const Tensor& zero = overwritten[static_cast<reference::Tensor>(t)];
     const Tensor& kept = added[static_cast<reference::Tensor>(t)];
-    const bool bias = t >= reference::kGateBias;  // [E, out]
+    const bool bias = t >= reference::kGateBias && t <= reference::kDownBias;  // [E, out]
     for (index_t expert = 1; expert < kIdle.experts; expert += 2) {
       for (index_t row = 0; row < (bias ? 1 : zero.extents().d1); ++row) {
         for (index_t col = 0; col < zero.extents().d2; ++col) {
@@ -125,8 +127,8 @@ TYPED_TEST(OperatorGradients, ExpertsWithoutTokens) {
 }
 
 TYPED_TEST(OperatorGradients, NoRouteAtAll) {
-  const Case no_tokens{"no_tokens", 0, 2, 3, 32, 17, {4, 4, 4}};
-  const Case all_skipped{"all_skipped", 7, 2, 3, 32, 17, {4, 4, 4}, kAllSkipped};
+  const Case no_tokens = with_trained_base({"no_tokens", 0, 2, 3, 32, 17, {4, 4, 4}});
+  const Case all_skipped = with_trained_base({"all_skipped", 7, 2, 3, 32, 17, {4, 4, 4}, kAllSkipped});
   for (const Case& c : {no_tokens, all_skipped}) {
     SCOPED_TRACE(c.name);
     const Problem problem = integer_problem(c, kPlain, kWeightDType<TypeParam>);
@@ -142,7 +144,10 @@ void drop(amx_sft_moe::Gradients& grads, std::size_t which) {
   amx_sft_moe::AnyExpertTensor* factors[] = {&grads.lora.gate_a, &grads.lora.gate_b, &grads.lora.up_a,
                                              &grads.lora.up_b,   &grads.lora.down_a, &grads.lora.down_b};
   amx_sft_moe::AnyMatrix* biases[] = {&grads.biases.gate, &grads.biases.up, &grads.biases.down};
-  if (which >= reference::kGateBias) {
+  amx_sft_moe::AnyExpertTensor* weights[] = {&grads.weights.gate, &grads.weights.up, &grads.weights.down};
+  if (which >= reference::kGateWeight) {
+    *weights[which - reference::kGateWeight] = {};
+  } else if (which >= reference::kGateBias) {
     *biases[which - reference::kGateBias] = {};
   } else if (which >= kGateA) {
     *factors[which - kGateA] = {};
@@ -165,14 +170,42 @@ TYPED_TEST(OperatorGradients, AnySubsetOfThem) {
     const Outputs untouched(problem);
     moe.forward_sft(problem.routing(), problem.x(), out.y());
     amx_sft_moe::Gradients grads = out.gradients();
-    for (std::size_t t = kGradX; t < kTensors; ++t) {
+    for (std::size_t t = kGradX; t <= reference::kDownBias; ++t) {
       if ((wanted >> (t - kGradX) & 1U) == 0) drop(grads, t);
+    }
+    moe.backward(problem.grad_y(), grads);
+    for (std::size_t t = kGradX; t <= reference::kDownBias; ++t) {
+      const auto which = static_cast<reference::Tensor>(t);
+      const Outputs& want = (wanted >> (t - kGradX) & 1U) == 0 ? untouched : all;
+      ASSERT_EQ(want[which].bits(), out[which].bits()) << reference::kTensorNames[t];
+    }
+  }
+}
+
+// The same for the gradients of base weights, with all the others wanted or none of them.
+TYPED_TEST(OperatorGradients, AnySubsetOfBaseWeights) {
+  const Case c = with_trained_base(with_biases({"subset", 5, 2, 3, 18, 7, {3, 2, 1}, kIdleExperts}));
+  const Problem problem = integer_problem(c, kPlain, kWeightDType<TypeParam>);
+  const Outputs all = step_alone<TypeParam>(problem);
+  const Outputs untouched(problem);
+  Moe<TypeParam> moe = make_moe<TypeParam>(problem);
+  for (unsigned wanted = 0; wanted < 16; ++wanted) {
+    SCOPED_TRACE("wanted " + std::to_string(wanted));
+    const auto is_wanted = [&](std::size_t t) {
+      return t < reference::kGateWeight ? (wanted & 8U) != 0
+                                        : (wanted >> (t - reference::kGateWeight) & 1U) != 0;
+    };
+    Outputs out(problem);
+    moe.forward_sft(problem.routing(), problem.x(), out.y());
+    amx_sft_moe::Gradients grads = out.gradients();
+    for (std::size_t t = kGradX; t < kTensors; ++t) {
+      if (!is_wanted(t)) drop(grads, t);
     }
     moe.backward(problem.grad_y(), grads);
     for (std::size_t t = kGradX; t < kTensors; ++t) {
       const auto which = static_cast<reference::Tensor>(t);
-      const Outputs& want = (wanted >> (t - kGradX) & 1U) == 0 ? untouched : all;
-      ASSERT_EQ(want[which].bits(), out[which].bits()) << reference::kTensorNames[t];
+      ASSERT_EQ((is_wanted(t) ? all : untouched)[which].bits(), out[which].bits())
+          << reference::kTensorNames[t];
     }
   }
 }

@@ -84,6 +84,46 @@ TYPED_TEST(OperatorLayouts, OneRowOfAnyStride) {
   expect_same_bits(step_alone<TypeParam>(problem), got);
 }
 
+// Gradients of base weights: halves of one fused tensor, rows by turns, rows apart, and transposed ones, each in
+// one piece of memory with everything between poisoned.
+TYPED_TEST(OperatorLayouts, GradientsOfBaseWeights) {
+  const Problem problem = random_problem(with_trained_base(kOdd), kPlain, kWeightDType<TypeParam>);
+  const Outputs want = step_alone<TypeParam>(problem);
+  constexpr index_t kE = kOdd.experts, kH = kOdd.hidden, kI = kOdd.intermediate;
+  struct Layout {
+    const char* name;
+    Extents memory;                             // of gate and up together
+    amx_sft_moe::index_t up, expert, row, col;  // where up begins, and strides
+  };
+  for (const Layout& l : {Layout{"fused", {kE, 2 * kI, kH}, kI * kH, 2 * kI * kH, kH, 1},
+                          Layout{"by_turns", {kE, 2 * kI, kH}, kH, 2 * kI * kH, 2 * kH, 1},
+                          Layout{"padded", {kE, kI, 2 * kH}, kH, 2 * kI * kH, 2 * kH, 1},
+                          Layout{"transposed_by_turns", {kE, kH, 2 * kI}, 1, 2 * kI * kH, 2, 2 * kI}}) {
+    SCOPED_TRACE(l.name);
+    const Tensor both(DType::kBf16, l.memory, Strides::rows(l.memory));
+    const Tensor down(DType::kBf16, {kE, kH, kI}, {kH * kI, 1, kH});
+    const auto part = [&](index_t begin) {
+      return amx_sft_moe::AnyExpertTensor(both.data<bf16>() + begin, kE, kI, kH, l.expert, l.row, l.col);
+    };
+    Outputs got(problem);
+    amx_sft_moe::Gradients grads = got.gradients();
+    grads.weights = {part(0), part(l.up), down.expert_view()};
+    Moe<TypeParam> moe = make_moe<TypeParam>(problem);
+    moe.forward_sft(problem.routing(), problem.x(), got.y());
+    moe.backward(problem.grad_y(), grads);
+    const auto expect_part = [&](reference::Tensor which, index_t begin) {
+      const std::vector<std::uint32_t> bits = want[which].bits();
+      for (index_t n = 0; n < kE * kI * kH; ++n) {
+        const index_t at = n / (kI * kH) * l.expert + n / kH % kI * l.row + n % kH * l.col;
+        ASSERT_EQ(both.data<bf16>()[begin + at].bits, bits[static_cast<std::size_t>(n)]) << n;
+      }
+    };
+    expect_part(reference::kGateWeight, 0);
+    expect_part(reference::kUpWeight, l.up);
+    EXPECT_EQ(down.bits(), want[reference::kDownWeight].bits());
+  }
+}
+
 TYPED_TEST(OperatorLayouts, NarrowIds) {
   this->expect_same(kPlain, {.name = "int32", .narrow_ids = true});
 }

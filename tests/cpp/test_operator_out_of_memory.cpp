@@ -11,7 +11,7 @@
 namespace sft_test {
 namespace {
 
-inline constexpr Case kCase = with_biases({"out_of_memory", 33, 2, 4, 37, 53, {7, 3, 5}});
+inline constexpr Case kCase = with_trained_base(with_biases({"out_of_memory", 33, 2, 4, 37, 53, {7, 3, 5}}));
 
 template <class Kernel>
 class OperatorOutOfMemory : public KernelTest<Kernel> {

@@ -22,6 +22,8 @@ inline constexpr Case kCasesOfSteps[] = {
     {"skewed", 33, 2, 4, 64, 96, {8, 8, 8}, kSkewed},
     {"one_token", 1, 1, 8, 64, 96, {8, 8, 8}},
     {"clamped", 20, 2, 3, 48, 64, {8, 8, 8}, kDistinct, false, kClamped},
+    with_trained_base({"base", 11, 2, 3, 33, 17, {3, 3, 3}, kSkewed}),
+    with_trained_base({"base_in_chunks", 514, 1, 2, 8, 5, {0, 0, 0}, kOneExpert}),
 };
 
 template <class Kernel>
@@ -125,7 +127,7 @@ TYPED_TEST(OperatorSteadyState, WorkspaceStaysAsLarge) {
 // Batches no larger than those before fit what is there, however they are routed.
 TYPED_TEST(OperatorSteadyState, AllocatesNothingForSmallerBatches) {
   if (kIsOneDnn<TypeParam>) GTEST_SKIP() << "oneDNN itself allocates in each execution of a primitive";
-  const Case c{"c", 40, 2, 4, 37, 53, {7, 7, 7}};
+  const Case c = with_trained_base({"c", 40, 2, 4, 37, 53, {7, 7, 7}});
   const Problem large = random_problem(c, kPlain, kWeightDType<TypeParam>);
   const Problem small = another_batch(large, c, 11, 5);
   const Outputs of_large(large);

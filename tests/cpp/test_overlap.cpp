@@ -59,4 +59,77 @@ TEST(Overlap, LayoutsOfGradients) {
   EXPECT_TRUE(elements_overlap({Extent{3, 1}, {6, 9}, {33, 3}}));  // 3 x 3 columns are a row
 }
 
+using amx_sft_moe::Footprint;
+using amx_sft_moe::memory_overlaps;
+
+// Of 2-byte elements, a tensor that begins `begin` elements into some memory.
+Footprint at(index_t begin, std::array<Extent, 3> dims) {
+  static const char memory[1 << 16] = {};
+  return {memory + 4096 + 2 * begin, 2, dims};
+}
+
+std::set<index_t> elements(index_t begin, const std::array<Extent, 3>& dims) {
+  std::set<index_t> found;
+  for (index_t i = 0; i < dims[0].count; ++i) {
+    for (index_t j = 0; j < dims[1].count; ++j) {
+      for (index_t k = 0; k < dims[2].count; ++k) {
+        found.insert(begin + i * dims[0].stride + j * dims[1].stride + k * dims[2].stride);
+      }
+    }
+  }
+  return found;
+}
+
+// What shares an element is always seen; what does not may be refused only where strides are unlike.
+TEST(MemoryOverlap, AgreesWithCounting) {
+  int sharing = 0, apart = 0, undecided = 0;
+  for (const index_t rows : {1, 2, 3}) {
+    for (index_t expert = 4; expert <= 20; expert += 4) {
+      for (index_t row = -6; row <= 6; row += 2) {
+        for (const index_t col : {1, 2}) {
+          const std::array<Extent, 3> a{Extent{2, expert}, {rows, row}, {2, col}};
+          for (const std::array<Extent, 3>& b :
+               {a, std::array<Extent, 3>{Extent{3, expert}, {2, 4}, {3, 1}}, {Extent{1, 0}, {2, 3}, {2, 1}}}) {
+            for (index_t begin = -30; begin <= 40; ++begin) {
+              std::set<index_t> both = elements(0, a);
+              const std::size_t own = both.size();
+              const std::set<index_t> other = elements(begin, b);
+              both.insert(other.begin(), other.end());
+              const bool shares = both.size() < own + other.size();
+              const bool found = memory_overlaps(at(0, a), at(begin, b));
+              ASSERT_EQ(memory_overlaps(at(begin, b), at(0, a)), found);
+              if (shares) {
+                ASSERT_TRUE(found) << rows << " " << expert << " " << row << " " << col << " " << begin;
+              }
+              (shares ? sharing : found ? undecided : apart)++;
+            }
+          }
+        }
+      }
+    }
+  }
+  EXPECT_GT(sharing, 10000);
+  EXPECT_GT(apart, 10000);
+  EXPECT_LT(undecided, apart / 4);
+}
+
+TEST(MemoryOverlap, LayoutsOfGradients) {
+  const std::array<Extent, 3> half{Extent{8, 2 * 6 * 10}, {6, 10}, {10, 1}};  // rows of [8, 12, 10]
+  EXPECT_FALSE(memory_overlaps(at(0, half), at(60, half)));
+  EXPECT_TRUE(memory_overlaps(at(0, half), at(50, half)));
+  const std::array<Extent, 3> by_turns{Extent{8, 120}, {6, 20}, {10, 1}};
+  EXPECT_FALSE(memory_overlaps(at(0, by_turns), at(10, by_turns)));
+  EXPECT_TRUE(memory_overlaps(at(0, by_turns), at(20, by_turns)));
+  const std::array<Extent, 3> transposed{Extent{8, 120}, {6, 2}, {10, 12}};  // columns of [8, 10, 12] by turns
+  EXPECT_FALSE(memory_overlaps(at(0, transposed), at(1, transposed)));
+  // Gate [6, 10] and down [10, 6] of each expert one behind the other.
+  EXPECT_FALSE(memory_overlaps(at(0, half), at(60, {Extent{8, 120}, {10, 6}, {6, 1}})));
+  EXPECT_TRUE(memory_overlaps(at(0, half), at(59, {Extent{8, 120}, {10, 6}, {6, 1}})));
+  EXPECT_FALSE(memory_overlaps(at(0, half), Footprint{}));
+  EXPECT_FALSE(memory_overlaps(at(0, half), at(5, {Extent{8, 120}, {0, 10}, {10, 1}})));
+  // The same memory as elements of another size.
+  EXPECT_TRUE(memory_overlaps(at(0, half), Footprint(reinterpret_cast<const void*>(at(9, half).begin), 4,
+                                                     {Extent{1, 0}, {1, 0}, {1, 1}})));
+}
+
 }  // namespace

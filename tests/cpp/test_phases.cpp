@@ -123,7 +123,7 @@ void expect_spans_agree(const StepRecord& record) {
   }
 }
 
-inline constexpr Case kCase{"phases", 33, 2, 4, 48, 64, {8, 8, 8}, kSkipped};
+inline constexpr Case kCase = with_trained_base({"phases", 33, 2, 4, 48, 64, {8, 8, 8}, kSkipped});
 
 TYPED_TEST(PhaseRecord, OfAStep) {
   const Problem problem = random_problem(kCase, kPlain, kWeightDType<TypeParam>);
@@ -182,7 +182,8 @@ TYPED_TEST(PhaseRecord, EachPhaseInItsPass) {
     EXPECT_GT(tasks_of(moe.last_forward(), phase), 0) << amx_sft_moe::info_of(phase).name;
   }
   for (const Phase phase : {Phase::kD3Gemm, Phase::kD4LoraGrad, Phase::kSiluBackward, Phase::kGuBasePass,
-                            Phase::kGuLoraGate, Phase::kGuLoraUp, Phase::kGu4SumTokens}) {
+                            Phase::kGuLoraGate, Phase::kGuLoraUp, Phase::kGu4SumTokens, Phase::kD5WeightGrad,
+                            Phase::kGuWeightGradGate, Phase::kGuWeightGradUp}) {
     EXPECT_GT(tasks_of(moe.last_backward(), phase), 0) << amx_sft_moe::info_of(phase).name;
     EXPECT_GT(moe.last_backward().phase_ms(phase), 0) << amx_sft_moe::info_of(phase).name;
   }
@@ -199,6 +200,18 @@ TYPED_TEST(PhaseRecord, NothingOfLoraWithoutAdapters) {
     EXPECT_EQ(tasks_of(moe.last_forward(), phase), 0) << amx_sft_moe::info_of(phase).name;
   }
   for (const Phase phase : {Phase::kD4LoraGrad, Phase::kGuLoraGate, Phase::kGuLoraUp}) {
+    EXPECT_EQ(tasks_of(moe.last_backward(), phase), 0) << amx_sft_moe::info_of(phase).name;
+  }
+}
+
+TYPED_TEST(PhaseRecord, NothingOfBaseWeightsThatAreFrozen) {
+  Case c = kCase;
+  c.trains_base = false;
+  const Problem problem = random_problem(c, kPlain, kWeightDType<TypeParam>);
+  Moe<TypeParam> moe = make_moe<TypeParam>(problem);
+  const Outputs out(problem);
+  run_step(moe, problem, out);
+  for (const Phase phase : {Phase::kD5WeightGrad, Phase::kGuWeightGradGate, Phase::kGuWeightGradUp}) {
     EXPECT_EQ(tasks_of(moe.last_backward(), phase), 0) << amx_sft_moe::info_of(phase).name;
   }
 }

@@ -76,6 +76,10 @@ TEST_P(CentralDifferences, AgreeWithEveryGradient) {
   expect_gradient(reference::kGateBias, layer_.gate_bias);
   expect_gradient(reference::kUpBias, layer_.up_bias);
   expect_gradient(reference::kDownBias, layer_.down_bias);
+  if (!layer_.trains_base) return;
+  expect_gradient(reference::kGateWeight, layer_.gate);
+  expect_gradient(reference::kUpWeight, layer_.up);
+  expect_gradient(reference::kDownWeight, layer_.down);
 }
 
 INSTANTIATE_TEST_SUITE_P(
@@ -92,7 +96,10 @@ INSTANTIATE_TEST_SUITE_P(
                     Case{"gelu", 6, 2, 3, 5, 7, {2, 2, 2}, kSkipped, false, kGelu},
                     Case{"gelu_tanh", 6, 2, 3, 5, 7, {2, 2, 2}, kSkipped, false, kGeluTanh},
                     with_biases({"biases", 6, 2, 3, 5, 7, {2, 2, 2}, kSkipped}),
-                    with_biases({"gpt_oss", 6, 2, 3, 5, 7, {2, 2, 2}, kSkipped, true, kClamped})),
+                    with_biases({"gpt_oss", 6, 2, 3, 5, 7, {2, 2, 2}, kSkipped, true, kClamped}),
+                    with_trained_base({"base", 6, 2, 3, 5, 7, {2, 0, 2}, kSkipped}),
+                    with_trained_base(
+                        with_biases({"base_gpt_oss", 6, 3, 2, 5, 7, {2, 2, 2}, kDuplicates, true, kClamped}))),
     [](const auto& instance) { return instance.param.name; });
 
 // By hand: one token, one expert, every size 1, no LoRA, g = 2, u = 6, h = 6 silu(2), d = 5 h, y = 0.5 d.

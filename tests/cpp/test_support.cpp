@@ -101,7 +101,7 @@ TEST(Problem, WritingReadOnlyWeightsFaults) {
 }
 
 TEST(ExpectClose, AllowsRoundingButNotALostElement) {
-  const Case c = with_biases({"c", 16, 2, 4, 64, 64, {8, 8, 8}});
+  const Case c = with_trained_base(with_biases({"c", 16, 2, 4, 64, 64, {8, 8, 8}}));
   const Problem problem = random_problem(c, kPlain, DType::kBf16);
   const Expected expected = expected_step(problem);
   for (std::size_t t = 0; t < reference::kTensors; ++t) {
@@ -123,7 +123,7 @@ TEST(ExpectClose, AllowsRoundingButNotALostElement) {
 }
 
 TEST(IntegerProblem, HasLongSumsAndNonZeroGradients) {
-  const Case c = with_biases({"c", 17, 2, 3, 37, 53, {7, 7, 7}});
+  const Case c = with_trained_base(with_biases({"c", 17, 2, 3, 37, 53, {7, 7, 7}}));
   const Problem problem = integer_problem(c, kPlain, DType::kBf16);
   const reference::Results results = reference::step(problem.layer(), problem.batch());
   for (const auto& tensor : results) {

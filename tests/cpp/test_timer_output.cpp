@@ -19,21 +19,28 @@ TEST(TimerOutput, TextHasEveryPublishedNameWithANumber) {
   const Variable file("AMX_SFT_MOE_TIMER_FILE", path.string());
   step_alone<PortableBf16>(random_problem(kCase, kPlain, DType::kBf16));
   const std::string text = contents(path);
-  for (const char* line :
-       {R"(\[DOWN\] D0_prepare\+memset: 0\.000 ms \(not needed\))", R"(\[DOWN\] D1_scatter: \d+\.\d{3} ms)",
-        R"(\[DOWN\] D2_quantize: 0\.000 ms \(not needed\))", R"(\[DOWN\] D3_gemm: \d+\.\d{3} ms)",
-        R"(\[DOWN\] D4_lora_grad: \d+\.\d{3} ms)",
-        R"(\[BWD TIMER\] backward_down: \d+\.\d{3} ms \(total: \d+\.\d{3} ms\))",
-        R"(\[ACT\] silu_backward: \d+\.\d{3} ms)", R"(\[BWD TIMER\] backward_activation: \d+\.\d{3} ms)",
-        R"(\[GU\] GU0_prepare\+memset: 0\.000 ms \(not needed\))",
-        R"(\[GU\] base_pass\(gate\)\+base_pass\(up\): \d+\.\d{3} ms \(fused\))",
-        R"(\[GU\] GU1_base_passes_total: \d+\.\d{3} ms)",
-        R"(\[GU\] GU2_requantize_for_lora: 0\.000 ms \(not needed\))",
-        R"(\[GU\] lora_pass\(gate\): \d+\.\d{3} ms)", R"(\[GU\] lora_pass\(up\): \d+\.\d{3} ms)",
-        R"(\[GU\] GU3_lora_passes_total: \d+\.\d{3} ms)", R"(\[GU\] GU4_sum_tokens: \d+\.\d{3} ms)",
-        R"(\[BWD TIMER\] backward_gate_up: \d+\.\d{3} ms)",
-        R"(\[BWD TIMER\] backward_routing_weights: \d+\.\d{3} ms)",
-        R"(\[FWD TIMER\] forward_gate_up: \d+\.\d{3} ms)"}) {
+  for (const char* line : {R"(\[DOWN\] D0_prepare\+memset: 0\.000 ms \(not needed\))",
+                           R"(\[DOWN\] D1_scatter: \d+\.\d{3} ms)",
+                           R"(\[DOWN\] D2_quantize: 0\.000 ms \(not needed\))",
+                           R"(\[DOWN\] D3_gemm: \d+\.\d{3} ms)",
+                           R"(\[DOWN\] D4_lora_grad: \d+\.\d{3} ms)",
+                           R"(\[DOWN\] D5_weight_grad: 0\.000 ms)",
+                           R"(\[GU\] weight_grad\(gate\): 0\.000 ms)",
+                           R"(\[GU\] weight_grad\(up\): 0\.000 ms)",
+                           R"(\[BWD TIMER\] backward_down: \d+\.\d{3} ms \(total: \d+\.\d{3} ms\))",
+                           R"(\[ACT\] silu_backward: \d+\.\d{3} ms)",
+                           R"(\[BWD TIMER\] backward_activation: \d+\.\d{3} ms)",
+                           R"(\[GU\] GU0_prepare\+memset: 0\.000 ms \(not needed\))",
+                           R"(\[GU\] base_pass\(gate\)\+base_pass\(up\): \d+\.\d{3} ms \(fused\))",
+                           R"(\[GU\] GU1_base_passes_total: \d+\.\d{3} ms)",
+                           R"(\[GU\] GU2_requantize_for_lora: 0\.000 ms \(not needed\))",
+                           R"(\[GU\] lora_pass\(gate\): \d+\.\d{3} ms)",
+                           R"(\[GU\] lora_pass\(up\): \d+\.\d{3} ms)",
+                           R"(\[GU\] GU3_lora_passes_total: \d+\.\d{3} ms)",
+                           R"(\[GU\] GU4_sum_tokens: \d+\.\d{3} ms)",
+                           R"(\[BWD TIMER\] backward_gate_up: \d+\.\d{3} ms)",
+                           R"(\[BWD TIMER\] backward_routing_weights: \d+\.\d{3} ms)",
+                           R"(\[FWD TIMER\] forward_gate_up: \d+\.\d{3} ms)"}) {
     EXPECT_TRUE(std::regex_search(text, std::regex(line))) << line << "\n" << text;
   }
 }

@@ -18,7 +18,7 @@ namespace {
 
 using amx_sft_moe::BoundedFile;
 
-constexpr Case kCase{"trace", 40, 2, 4, 48, 64, {8, 8, 8}};
+constexpr Case kCase = with_trained_base({"trace", 40, 2, 4, 48, 64, {8, 8, 8}});
 
 TEST(Trace, NestsPhasesInGroupsInSteps) {
   const auto path = fresh_file("nested.json");

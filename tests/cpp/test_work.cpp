@@ -114,6 +114,23 @@ TEST(Work, GradientsThatNobodyWantsCostNothing) {
   EXPECT_EQ(none.flop_of(Phase::kD4LoraGrad), 2 * 6 * 7 * 5) << "v_d";
 }
 
+// As many as a forward's or the gradients' of inputs: 2 S 3 H I, beside what else there is.
+TEST(Work, GradientsOfBaseWeights) {
+  StepShape s = shape();
+  const StepWork without = backward_work(s);
+  s.grad_weight = {2, 4, 4};
+  const StepWork with = backward_work(s);
+  EXPECT_EQ(sum(with.flop) - sum(without.flop), kBase);
+  EXPECT_EQ(without.bytes_of(Phase::kD5WeightGrad) + without.bytes_of(Phase::kGuWeightGradUp), 0);
+  EXPECT_EQ(with.flop_of(Phase::kGuWeightGradGate), 2 * 6 * 7 * 11);
+  // grad_g, x, and all 5 experts' gradient.
+  EXPECT_EQ(with.bytes_of(Phase::kGuWeightGradGate), 6 * 11 * 2 + 3 * 7 * 4 + 5 * 7 * 11 * 2);
+  EXPECT_EQ(with.bytes_of(Phase::kGuWeightGradUp), 6 * 11 * 2 + 3 * 7 * 4 + 5 * 7 * 11 * 4);
+  // p, g and u.
+  EXPECT_EQ(with.bytes_of(Phase::kD5WeightGrad), 6 * 7 * 2 + 2 * 6 * 11 * 2 + 5 * 7 * 11 * 4);
+  EXPECT_EQ(with.flop_of(Phase::kD4LoraGrad), without.flop_of(Phase::kD4LoraGrad));
+}
+
 // Adding to gradients reads and writes those of active experts; overwriting writes all.
 TEST(Work, AccumulatingLeavesIdleExpertsAlone) {
   StepShape s = shape();
@@ -124,7 +141,7 @@ TEST(Work, AccumulatingLeavesIdleExpertsAlone) {
 
 // The operator fills the shape in from what it was called with.
 TEST(Work, OfARealStep) {
-  constexpr Case kCase{"work", 33, 2, 4, 48, 64, {8, 4, 6}, kSkipped};
+  constexpr Case kCase = with_trained_base({"work", 33, 2, 4, 48, 64, {8, 4, 6}, kSkipped});
   const Problem problem = random_problem(kCase, kPlain, DType::kBf16);
   Moe<PortableBf16> moe = make_moe<PortableBf16>(problem);
   const Outputs out(problem);
@@ -133,7 +150,7 @@ TEST(Work, OfARealStep) {
   const std::int64_t base = 2 * rows * 3 * 48 * 64;
   const std::int64_t lora = 2 * rows * (48 + 64) * (8 + 4 + 6);
   EXPECT_EQ(sum(moe.last_forward().work.flop), base + lora);
-  EXPECT_EQ(sum(moe.last_backward().work.flop), base + 2 * lora);
+  EXPECT_EQ(sum(moe.last_backward().work.flop), 2 * base + 2 * lora);
   EXPECT_GT(sum(moe.last_forward().work.bytes), 3 * 4 * 48 * 64 * 2);
   for (const amx_sft_moe::StepRecord* record : {&moe.last_forward(), &moe.last_backward()}) {
     for (std::size_t p = 0; p < amx_sft_moe::kPhaseCount; ++p) {

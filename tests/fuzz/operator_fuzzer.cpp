@@ -41,6 +41,7 @@ Case draw_case(Bytes& in) {
   c.routing = in.one_of(patterns);
   c.form = in.one_of(forms);
   c.biases = in.flag();
+  c.trains_base = in.flag();
   c.shared_a = in.flag() && c.ranks.gate > 0;
   if (c.shared_a) c.ranks.up = c.ranks.gate;
   return c;
@@ -228,6 +229,9 @@ class Session {
     for (AnyMatrix* bias : {&grads.biases.gate, &grads.biases.up, &grads.biases.down}) {
       if (in_.in(0, 3) == 0) *bias = {};
     }
+    for (AnyExpertTensor* weight : {&grads.weights.gate, &grads.weights.up, &grads.weights.down}) {
+      if (in_.in(0, 3) == 0) *weight = {};
+    }
     if (in_.flag()) {  // adding to zeros is overwriting
       grads.accumulate = true;
       for (std::size_t t = reference::kGateA; t < reference::kTensors; ++t) {
@@ -250,7 +254,10 @@ class Session {
                            !lora.down_b.empty(),
                            !grads.biases.gate.empty(),
                            !grads.biases.up.empty(),
-                           !grads.biases.down.empty()};
+                           !grads.biases.down.empty(),
+                           !grads.weights.gate.empty(),
+                           !grads.weights.up.empty(),
+                           !grads.weights.down.empty()};
     for (std::size_t t = reference::kGradX; t < reference::kTensors; ++t) {
       // A clamp's gradient jumps where rounding moves a value across its bound.
       if (!wanted[t] || case_.form == kClamped) continue;

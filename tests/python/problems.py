@@ -19,7 +19,7 @@ from torch import Tensor
 from amx_sft_moe import SftMoe
 from amx_sft_moe.sft_moe import GRADIENT_NAMES
 from cases import kernels
-from reference import BIASES, FACTORS, Layer, gelu_glu, gelu_tanh_glu, gpt_oss, gradients, silu_glu
+from reference import BIASES, FACTORS, WEIGHTS, Layer, gelu_glu, gelu_tanh_glu, gpt_oss, gradients, silu_glu
 
 BF16, FP32 = torch.bfloat16, torch.float32
 DTYPES = st.sampled_from([BF16, FP32])
@@ -33,6 +33,7 @@ ACTIVATIONS: list[tuple[Any, Callable[[Tensor, Tensor], Tensor]]] = [
     ({"limit": 0.75, "alpha": 1.5}, lambda gate, up: gpt_oss(gate, up, 0.75, 1.5)),
 ]
 BIAS_NAMES = (*BIASES, "gate_up_bias")
+WEIGHT_NAMES = (*WEIGHTS, "gate_up_proj")
 PROJECTIONS = ("gate", "up", "down")
 # Errors of what is computed, and of its last rounding.
 OF_KERNEL = {BF16: 4e-2, FP32: 2e-5}
@@ -213,8 +214,9 @@ def loras(draw: Any, sizes: Extents, alpha: float | None, scalings: bool = True)
 
 
 def parameters(base: Base, lora: Lora) -> dict[str, Tensor]:
-    """Factors and biases by the names of their gradients."""
+    """Factors, biases and base weights by the names of their gradients; lists of weights as one tensor."""
     found = {name: value for name, value in (base.arguments | lora.arguments).items() if name in GRADIENT_NAMES}
+    found |= {name: torch.stack(value) for name, value in found.items() if isinstance(value, list)}
     if lora.same_a:
         del found["up_lora_a"]
     return found
@@ -274,7 +276,7 @@ class Expected:
 def expected(base: Base, lora: Lora, call: Call, grad_y: Tensor, activation: Callable[..., Tensor]) -> Expected:
     """Everything that forward and backward give, under the names that the operator gives them."""
     layer = Layer(*base.weights, lora.factors, *call.inputs(), grad_y, base.biases).to(torch.float64)
-    values = gradients(layer, scaling=lora.scaling, activation=activation)
+    values = gradients(layer, weights=True, scaling=lora.scaling, activation=activation)
     squares = Layer(
         *[weight.square() for weight in (layer.gate_proj, layer.up_proj, layer.down_proj)],
         {name: None if factor is None else factor.square() for name, factor in layer.factors.items()},
@@ -284,6 +286,7 @@ def expected(base: Base, lora: Lora, call: Call, grad_y: Tensor, activation: Cal
     # Slopes of activations stay below 1.2, and so do theirs.
     sizes = gradients(
         squares,
+        weights=True,
         scaling=tuple(s * s for s in lora.scaling),
         activation=lambda gate, up: 1.44 * (gate + gate * gate / 2) * (up + 1),
     )
@@ -295,4 +298,6 @@ def expected(base: Base, lora: Lora, call: Call, grad_y: Tensor, activation: Cal
             results["gate_lora_a"] = results["gate_lora_a"] + results.pop("up_lora_a")
         if "gate_up_bias" in base.arguments:
             results["gate_up_bias"] = torch.cat([results.pop("gate_bias"), results.pop("up_bias")], 1)
+        if "gate_up_proj" in base.arguments:
+            results["gate_up_proj"] = torch.cat([results.pop("gate_proj"), results.pop("up_proj")], 1)
     return Expected(values, {name: size.sqrt() for name, size in sizes.items()}, base.dtype)

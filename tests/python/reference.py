@@ -16,6 +16,7 @@ from cases import Sizes
 
 FACTORS = ("gate_lora_a", "gate_lora_b", "up_lora_a", "up_lora_b", "down_lora_a", "down_lora_b")
 BIASES = ("gate_bias", "up_bias", "down_bias")
+WEIGHTS = ("gate_proj", "up_proj", "down_proj")
 
 
 def silu_glu(gate: Tensor, up: Tensor) -> Tensor:
@@ -142,18 +143,18 @@ def one_thread() -> Iterator[None]:
 
 
 @one_thread()
-def gradients(layer: Layer, **options: object) -> dict[str, Tensor]:
-    """y, grad_x, grad_routing_weights and the gradients of factors and biases by torch's autograd, in the
-    layer's dtype."""
+def gradients(layer: Layer, weights: bool = False, **options: object) -> dict[str, Tensor]:
+    """y, grad_x, grad_routing_weights and the gradients of factors, biases and, with ``weights``, base weights
+    by torch's autograd, in the layer's dtype."""
     leaves = {"grad_x": layer.x, "grad_routing_weights": layer.routing_weights}
     leaves |= {name: factor for name, factor in layer.factors.items() if factor is not None}
     leaves |= layer.biases
+    base = {name: getattr(layer, name) for name in WEIGHTS}
+    leaves |= base if weights else {}
     leaves = {name: leaf.detach().requires_grad_() for name, leaf in leaves.items()}
     factors = {name: leaves.get(name) for name in FACTORS}
     inputs = Layer(
-        layer.gate_proj,
-        layer.up_proj,
-        layer.down_proj,
+        *[leaves.get(name, weight) for name, weight in base.items()],
         factors,
         leaves["grad_x"],
         layer.expert_ids,

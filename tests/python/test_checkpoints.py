@@ -25,7 +25,7 @@ from amx_sft_moe.integrations.mapped_experts import (
     mapped_bytes,
     weights_one_by_one,
 )
-from amx_sft_moe.nn import FrozenExperts, sft_moe
+from amx_sft_moe.nn import ExpertWeights, sft_moe
 from checkpoint_folders import E, H, I, edit_config, write
 from families import FAMILIES
 
@@ -240,6 +240,13 @@ class TestMappedModel:
             expected = model(ids()).logits
             assert torch.equal(torch.compile(model, backend="eager")(ids()).logits, expected)
 
+    def test_training_the_experts_themselves_is_refused(self, checkpoint):
+        model = load_model(checkpoint("mixtral")).requires_grad_(True)
+        with pytest.raises(StateError, match=r"gate_up_proj: expected .* got requires_grad=True"):
+            model(ids())
+        with torch.no_grad():
+            model(ids())
+
     def test_moving_and_casting(self, checkpoint):
         model = load_model(checkpoint("mixtral"))
         before = model(ids()).logits
@@ -316,7 +323,7 @@ class TestMappedStack:
             MappedStack([self.gate, [each.bfloat16() for each in self.up]])
 
 
-class TestFrozenExperts:
+class TestExpertWeights:
     """Weights as one matrix per expert."""
 
     random = torch.Generator().manual_seed(11)
@@ -329,7 +336,7 @@ class TestFrozenExperts:
 
     def run(self, *weights) -> torch.Tensor:
         gate, up, down = weights
-        experts = FrozenExperts(top_k=2, gate_proj=gate, up_proj=up, down_proj=down)
+        experts = ExpertWeights(top_k=2, gate_proj=gate, up_proj=up, down_proj=down)
         return sft_moe(experts, self.x, self.expert_ids, self.routing)
 
     def test_they_are_the_same_weights(self):
@@ -355,7 +362,7 @@ class TestFrozenExperts:
             (
                 lambda up: [*up[:3], up[3].requires_grad_()],
                 ArgumentError,
-                "up_proj: expected a base weight that",
+                "up_proj: expected matrices that require no",
             ),
         ],
     )

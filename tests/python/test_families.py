@@ -171,3 +171,20 @@ def test_float16_is_left_alone(calls: list[torch.Tensor]) -> None:
     with torch.no_grad():
         assert torch.isfinite(model(**token_batch()).loss)
     assert not calls
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_full_training(family: str, calls: list[torch.Tensor]) -> None:
+    """Base weights of the experts, and biases where there are some, train as they do in eager mode."""
+    found, losses = [], []
+    for implementation in ("eager", OURS):
+        model = family_model(family, implementation).requires_grad_()
+        loss, grads = loss_and_gradients(model, **token_batch())
+        model.zero_grad()
+        found.append({"loss": loss} | grads)
+        losses.append(train(model, STEPS, lr=1e-3))
+    assert len(calls) == (1 + STEPS) * layers_with_experts(model)
+    of_experts = [name for name in found[1] if name.endswith(("gate_up_proj", "down_proj"))]
+    assert len([name for name in of_experts if "shared" not in name]) >= 2 * layers_with_experts(model)
+    assert_close(found[1], found[0], 1e-5)
+    assert max(abs(a - b) for a, b in zip(*losses, strict=True)) < 1e-4

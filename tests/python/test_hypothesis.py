@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from amx_sft_moe import ArgumentError, SftMoe
-from amx_sft_moe.nn import ExpertBiases, FrozenExperts, LoraFactors, sft_moe
+from amx_sft_moe.nn import ExpertBiases, ExpertWeights, LoraFactors, sft_moe
 from amx_sft_moe.sft_moe import GRADIENT_NAMES
 from problems import (
     BIAS_NAMES,
@@ -50,7 +50,7 @@ def test_operator_matches_float64(
     op.set_base(**base.arguments)
     op.set_lora(**lora.arguments)
     y = op.forward_sft(*call.inputs())
-    found = op.backward(grad_y, bias_gradients=True).as_dict()
+    found = op.backward(grad_y, bias_gradients=True, weight_gradients=True).as_dict()
     owners = {"grad_x": call.x, "grad_routing_weights": call.routing_weights} | parameters(base, lora)
     assert y.dtype == call.x.dtype
     assert {n: (t.shape, t.dtype) for n, t in found.items()} == {
@@ -81,7 +81,7 @@ def test_autograd_equals_the_operator(
     biases = ExpertBiases(*[base.arguments.get(bias) for bias in BIAS_NAMES])
     weights = {key: value for key, value in base.arguments.items() if key.endswith("_proj")}
     options = {"activation": activation, "kernel": name, "num_threads": 1}
-    experts = FrozenExperts(top_k=sizes.top_k, **weights, **options)
+    experts = ExpertWeights(top_k=sizes.top_k, **weights, **options)
     y = sft_moe(experts, *call.inputs(), LoraFactors(factors, names is SHARED_FACTORS, lora.scaling), biases)
     assert y.requires_grad == bool(needed)
     grad_y = normal(*y.shape, dtype=y.dtype)
@@ -93,7 +93,9 @@ def test_autograd_equals_the_operator(
     op.set_lora(**(lora.arguments | dict(zip(SCALINGS, lora.scaling, strict=True))))
     x, ids, routing_weights = call.x.detach().contiguous(), call.expert_ids, call.routing_weights.detach()
     assert torch.equal(y, op.forward_sft(x, ids, routing_weights.contiguous()))
-    found = op.backward(grad_y.contiguous(), skip=set(GRADIENT_NAMES) - needed, bias_gradients=True).as_dict()
+    skip = set(GRADIENT_NAMES) - needed
+    gradients = op.backward(grad_y.contiguous(), skip=skip, bias_gradients=True, weight_gradients=True)
+    found = gradients.as_dict()
     assert found.keys() == needed
     if needed:
         y.backward(grad_y)

@@ -25,6 +25,7 @@ from problems import (
     DTYPES,
     FP32,
     KERNELS,
+    WEIGHT_NAMES,
     Base,
     Call,
     Extents,
@@ -210,11 +211,10 @@ class Calls(RuleBasedStateMachine):
         owners |= parameters(self.base, self.lora)
         skip = data.draw(st.sets(st.sampled_from(GRADIENT_NAMES), max_size=6))
         named = data.draw(st.sets(st.sampled_from(sorted(owners)))) - skip
-        accumulate, bias_gradients = data.draw(st.booleans()), data.draw(st.booleans())
+        accumulate, bias_gradients, weight_gradients = [data.draw(st.booleans()) for _ in range(3)]
         scale = data.draw(st.sampled_from([1.0, 1.0, 0.5, -2.0, 0.0]))
-        wanted = {
-            n for n in owners if n in named or (n not in skip and (bias_gradients or n not in BIAS_NAMES))
-        }
+        unasked = {*(() if bias_gradients else BIAS_NAMES), *(() if weight_gradients else WEIGHT_NAMES)}
+        wanted = {n for n in owners if n in named or n not in skip | unasked}
         if accumulate and data.draw(st.integers(0, 4)):
             named |= wanted - set(CALL_NAMES)
         normal = data.draw(normals())
@@ -224,7 +224,7 @@ class Calls(RuleBasedStateMachine):
             values = normal(*owners[name].shape, dtype=BF16) if adds else None
             out[name] = data.draw(outputs(tuple(owners[name].shape), values))
         given = Gradients(**out) if data.draw(st.booleans()) else out
-        options = {"skip": skip, "bias_gradients": bias_gradients}
+        options = {"skip": skip, "bias_gradients": bias_gradients, "weight_gradients": weight_gradients}
         if accumulate and not named >= wanted - set(CALL_NAMES):
             with self.refused(*out.values(), errors=ArgumentError):
                 self.op.backward(grad_y, True, scale, given, **options)

@@ -14,7 +14,7 @@ import pytest
 
 import amx_sft_moe
 from amx_sft_moe.__main__ import main
-from amx_sft_moe.nn import FrozenExperts
+from amx_sft_moe.nn import ExpertWeights
 from cases import Sizes, kernels
 from reference import make_layer
 
@@ -63,7 +63,7 @@ def test_environment_is_read_when_an_operator_is_made(monkeypatch: pytest.Monkey
     monkeypatch.setenv("AMX_SFT_MOE_KERNEL", "portable")
     op = SIZES.operator()
     weights = {"gate_proj": layer.gate_proj, "up_proj": layer.up_proj, "down_proj": layer.down_proj}
-    experts = FrozenExperts(top_k=SIZES.top_k, **weights)
+    experts = ExpertWeights(top_k=SIZES.top_k, **weights)
     monkeypatch.setenv("AMX_SFT_MOE_KERNEL", "abacus")
     op.set_base(**weights)
     assert op.kernel == "portable"

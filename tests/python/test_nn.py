@@ -16,15 +16,15 @@ import torch
 from torch import Tensor, nn
 
 from amx_sft_moe import ArgumentError
-from amx_sft_moe.nn import FrozenExperts, LoraFactors, SftMoeExperts, sft_moe
+from amx_sft_moe.nn import ExpertWeights, LoraFactors, SftMoeExperts, sft_moe
 from cases import SHAPES, Sizes
 from reference import FACTORS, Layer, assert_close, forward, gradients, make_layer
 
 SIZES = Sizes(tokens=12)
 
 
-def frozen(layer: Layer, **options: Any) -> FrozenExperts:
-    return FrozenExperts(
+def frozen(layer: Layer, **options: Any) -> ExpertWeights:
+    return ExpertWeights(
         top_k=layer.expert_ids.shape[1],
         gate_proj=layer.gate_proj,
         up_proj=layer.up_proj,
@@ -39,7 +39,7 @@ def leaves_of(layer: Layer) -> dict[str, Tensor]:
     return {name: leaf.detach().clone().requires_grad_() for name, leaf in found.items()}
 
 
-def call(experts: FrozenExperts, layer: Layer, leaves: dict[str, Tensor]) -> Tensor:
+def call(experts: ExpertWeights, layer: Layer, leaves: dict[str, Tensor]) -> Tensor:
     lora = LoraFactors(tuple(leaves.get(name) for name in FACTORS))
     return sft_moe(experts, leaves["grad_x"], layer.expert_ids, leaves["grad_routing_weights"], lora)
 
@@ -364,24 +364,6 @@ def test_parameters_may_move() -> None:
     wide = experts(layer.x.float(), *inputs[1:])
     assert wide.dtype == torch.float32
     torch.testing.assert_close(wide, y.float(), rtol=3e-2, atol=3e-2)
-
-
-def test_trainable_base_weights_are_refused() -> None:
-    layer = make_layer(SIZES)
-    with pytest.raises(ArgumentError, match=r"down_proj.*requires no gradient.*requires_grad=True"):
-        SftMoeExperts(
-            2,
-            gate_proj=layer.gate_proj,
-            up_proj=layer.up_proj,
-            down_proj=layer.down_proj.clone().requires_grad_(),
-        )
-    experts = module(layer)
-    experts.gate_up_proj.requires_grad_()
-    inputs = (layer.x, layer.expert_ids, layer.routing_weights)
-    with pytest.raises(ArgumentError, match="gate_up_proj"):
-        experts(*inputs)
-    with torch.no_grad():
-        experts(*inputs)
 
 
 @pytest.mark.parametrize(

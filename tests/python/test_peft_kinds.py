@@ -17,7 +17,7 @@ from transformers import GptOssConfig, GptOssForCausalLM, PreTrainedModel
 
 from amx_sft_moe.autograd import LoraFactors, sft_moe
 from amx_sft_moe.integrations.adapters_in_use import NotUnderstoodError
-from amx_sft_moe.layer import FrozenExperts
+from amx_sft_moe.layer import ExpertWeights
 from models import EXPERTS, SIZES, add_lora, base_model, batch, loss_and_gradients
 from peft_watch import (
     EXPECTED_VERSION,
@@ -96,7 +96,7 @@ def reference(experts: nn.Module, outermost: nn.Module, x: torch.Tensor, ids: to
 
 def ours(experts: nn.Module, lora: LoraFactors, x: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
     gate, up, down = (weight.detach().contiguous() for weight in weights_of(experts))
-    frozen = FrozenExperts(top_k=ids.shape[1], gate_proj=gate, up_proj=up, down_proj=down)
+    frozen = ExpertWeights(top_k=ids.shape[1], gate_proj=gate, up_proj=up, down_proj=down)
     return sft_moe(frozen, x, ids, torch.ones(ids.shape), lora)
 
 
@@ -159,7 +159,7 @@ def test_factors_in_any_order_of_memory(order: str, rank: int) -> None:
     """Gradients arrive in the parameter's own order, which torch then need not copy."""
     random = torch.Generator().manual_seed(0)
     gate_up, down = torch.randn(E, 2 * INNER, H, generator=random), torch.randn(E, H, INNER, generator=random)
-    experts = FrozenExperts(top_k=2, gate_up_proj=gate_up, down_proj=down)
+    experts = ExpertWeights(top_k=2, gate_up_proj=gate_up, down_proj=down)
     shapes = [(E, rank, H), (E, 2 * INNER, rank), (E, rank, INNER), (E, H, rank)]
     factors = [torch.randn(shape, generator=random) for shape in shapes]
     x, ids = torch.randn(7, H, generator=random), torch.randint(0, E, (7, 2), generator=random)

@@ -24,7 +24,7 @@ import amx_sft_moe
 from amx_sft_moe.autograd import LoraFactors, sft_moe
 from amx_sft_moe.integrations import trained_parts, training_memory
 from amx_sft_moe.integrations.preparation import Preparation
-from amx_sft_moe.layer import FrozenExperts
+from amx_sft_moe.layer import ExpertWeights
 from amx_sft_moe.nn import SftMoeExperts
 from models import EXPERTS, SIZES, add_lora, base_model
 from peft_watch import VERSION
@@ -286,8 +286,8 @@ def test_saved_activations_are_what_autograd_keeps(tokens: int, dtype: torch.dty
         torch.ones(s, requires_grad=True) for s in ((E, r, H), (E, 2 * INNER, r), (E, 2, INNER), (E, H, 2))
     ]
     lora = LoraFactors((*factors[:2], None, None, *factors[2:]), shared_a=True)
-    experts = FrozenExperts(top_k=k, gate_up_proj=gate_up, down_proj=down)
-    kept = SavedBytes(*factors)
+    experts = ExpertWeights(top_k=k, gate_up_proj=gate_up, down_proj=down)
+    kept = SavedBytes(gate_up, down, *factors)
     with torch.autograd.graph.saved_tensors_hooks(kept.keep, lambda tensor: tensor):
         ids = torch.randint(0, E, (tokens, k))
         sft_moe(experts, torch.ones(tokens, H, dtype=dtype), ids, torch.ones(tokens, k), lora)

@@ -280,6 +280,7 @@ PUBLISHED = [
     "D2_quantize",
     "D3_gemm",
     "D4_lora_grad",
+    "D5_weight_grad",
     "silu_backward",
     "GU0_prepare+memset",
     "base_pass(gate)+base_pass(up)",
@@ -288,6 +289,8 @@ PUBLISHED = [
     "lora_pass(gate)",
     "lora_pass(up)",
     "GU3_lora_passes_total",
+    "weight_grad(gate)",
+    "weight_grad(up)",
     "GU4_sum_tokens",
     "backward_routing_weights",
 ]

@@ -135,23 +135,6 @@ def test_gradient_checkpointing(reentrant: bool, calls: list[torch.Tensor]) -> N
     assert all(torch.equal(found[0][name], found[1][name]) for name in found[0])
 
 
-def test_trainable_base_weights_fall_back(
-    calls: list[torch.Tensor], warnings_of_hook: pytest.LogCaptureFixture
-) -> None:
-    model = base_model(OURS)
-    loss, grads = loss_and_gradients(model)
-    expected_loss, expected = loss_and_gradients(base_model("grouped_mm"))
-    assert not calls
-    assert_close({"loss": loss} | grads, {"loss": expected_loss} | expected, 1e-6)
-    assert [record.getMessage() for record in warnings_of_hook.records] == [
-        "Qwen3MoeExperts: base weights require a gradient, which the operator does not compute; these "
-        "experts run through transformers' default implementation"
-    ]
-    with torch.no_grad():
-        model(**batch())
-    assert len(calls) == 3, "evaluation computes no gradient"
-
-
 def relu(experts: nn.Module) -> None:
     experts.act_fn = nn.ReLU()
 

@@ -31,10 +31,16 @@ struct Case {
   Form form = Form::kSilu;
   bool emulate = true;  // few enough tile instructions for the emulated AMX kernel (7 us each)
   bool biases = false;
+  bool trains_base = false;
 };
 
 constexpr Case with_biases(Case c) {
   c.biases = true;
+  return c;
+}
+
+constexpr Case with_trained_base(Case c) {
+  c.trains_base = true;
   return c;
 }
 
@@ -127,6 +133,22 @@ inline constexpr std::array kCases = {
     with_biases({"biases_idle_experts", 16, 2, 8, 32, 48, {8, 8, 8}, kIdleExperts}),
     with_biases({"biases_rows_131", 131, 1, 1, 33, 48, {5, 5, 5}}),
     with_biases({"gpt_oss_like", 40, 4, 8, 90, 90, {16, 16, 16}, kDistinct, true, kClamped}),
+    // Gradients of the base weights: tails of every dimension, more rows than one sum takes, more rows and columns
+    // than one task makes, beside LoRA and biases and alone.
+    with_trained_base({"base_one_of_everything", 1, 1, 1, 1, 1, {1, 1, 1}}),
+    with_trained_base({"base_no_tokens", 0, 2, 4, 32, 48, {4, 4, 4}}),
+    with_trained_base({"base_one_token", 1, 2, 4, 32, 48, {0, 0, 0}}),
+    with_trained_base({"base_primes_skipped", 33, 3, 5, 37, 53, {7, 3, 5}, kSkipped}),
+    with_trained_base({"base_rows_131", 131, 1, 1, 33, 48, {0, 0, 0}}),
+    with_trained_base({"base_rows_512", 512, 1, 1, 17, 33, {0, 0, 0}}),
+    with_trained_base({"base_rows_1031", 1031, 1, 2, 33, 17, {0, 0, 0}, kOneExpert}),
+    with_trained_base({"base_wide", 6, 1, 1, 577, 70, {0, 0, 0}}),
+    with_trained_base({"base_hidden_1", 5, 2, 3, 1, 32, {0, 4, 0}}),
+    with_trained_base({"base_intermediate_1", 5, 2, 3, 32, 1, {4, 4, 4}}),
+    with_trained_base({"base_idle_experts", 16, 2, 8, 32, 48, {8, 8, 8}, kIdleExperts}),
+    with_trained_base({"base_duplicate_ids", 16, 4, 4, 32, 48, {0, 0, 0}, kDuplicates}),
+    with_trained_base({"base_gelu", 17, 2, 3, 37, 53, {0, 0, 0}, kSkipped, false, kGelu}),
+    with_trained_base(with_biases({"base_everything", 40, 4, 8, 45, 61, {5, 5, 5}, kSkewed, true, kClamped})),
 };
 
 }  // namespace sft_test

@@ -59,6 +59,7 @@ constexpr std::array<reference::Site, reference::kTensors> kSiteOf = {
     reference::Site::kY,          reference::Site::kGradX,      reference::Site::kGradW,
     reference::Site::kGradFactor, reference::Site::kGradFactor, reference::Site::kGradFactor,
     reference::Site::kGradFactor, reference::Site::kGradFactor, reference::Site::kGradFactor,
+    reference::Site::kGradFactor, reference::Site::kGradFactor, reference::Site::kGradFactor,
     reference::Site::kGradFactor, reference::Site::kGradFactor, reference::Site::kGradFactor};
 
 struct Error {

@@ -45,7 +45,7 @@ Expected expected_step(const Problem& problem, unsigned runs = 0);
 // Checks the result of one tensor. `name` is only for messages.
 void expect_close(const Expected& expected, reference::Tensor which, const Tensor& got);
 
-// Checks all nine, and that nothing was written beside them.
+// Checks all, and that nothing was written beside them.
 void expect_close(const Expected& expected, const Outputs& got);
 
 // Checks that two runs gave the same bits.

@@ -48,6 +48,7 @@ inline reference::Layer integer_layer(Random& random, const Case& c) {
   layer.lora_up = integer_adapter(random, c, c.ranks.up, c.hidden, c.intermediate, 2);
   layer.lora_down = integer_adapter(random, c, c.ranks.down, c.intermediate, c.hidden, 1);
   layer.shared_a = c.shared_a;
+  layer.trains_base = c.trains_base;
   if (c.shared_a) layer.lora_up.a = layer.lora_gate.a;
   if (c.biases) {
     const auto biases = [&](int width, double size) {

@@ -255,6 +255,19 @@ amx_sft_moe::Routing Problem::routing() const {
   return routing;
 }
 
+namespace {
+
+// A gradient laid out as the weight is: stacked, one of `fused` parts of each expert's rows, or with padded rows.
+Tensor like_weight(const Problem& problem, index_t rows, index_t cols, index_t fused) {
+  const Storage& s = problem.storage();
+  const Extents extents{problem.layer().experts, rows, cols};
+  Strides strides = Strides::rows(extents, s.weights == WeightLayout::kPerExpert ? 2 : 0);
+  if (s.weights == WeightLayout::kFused) strides.s0 *= fused;
+  return Tensor(s.factors, extents, strides, s.edge);
+}
+
+}  // namespace
+
 Outputs::Outputs(const Problem& problem) {
   const Storage& s = problem.storage();
   const reference::Layer& layer = problem.layer();
@@ -277,6 +290,11 @@ Outputs::Outputs(const Problem& problem) {
   tensors_[reference::kUpB] = like(layer.lora_up, true, h, i);
   tensors_[reference::kDownA] = like(layer.lora_down, false, i, h);
   tensors_[reference::kDownB] = like(layer.lora_down, true, i, h);
+  if (layer.trains_base) {
+    tensors_[reference::kGateWeight] = like_weight(problem, i, h, 2);
+    tensors_[reference::kUpWeight] = like_weight(problem, i, h, 2);
+    tensors_[reference::kDownWeight] = like_weight(problem, h, i, 1);
+  }
   if (layer.down_bias.empty()) return;
   tensors_[reference::kGateBias] = Tensor::matrix(s.factors, layer.experts, i, s.padding, s.edge);
   tensors_[reference::kUpBias] = Tensor::matrix(s.factors, layer.experts, i, s.padding, s.edge);
@@ -289,11 +307,18 @@ amx_sft_moe::LoraGradients Outputs::lora_gradients() const {
           tensors_[kUpB].expert_view(),   tensors_[kDownA].expert_view(), tensors_[kDownB].expert_view()};
 }
 
+amx_sft_moe::WeightGradients Outputs::weight_gradients() const {
+  using namespace reference;
+  return {tensors_[kGateWeight].expert_view(), tensors_[kUpWeight].expert_view(),
+          tensors_[kDownWeight].expert_view()};
+}
+
 amx_sft_moe::Gradients Outputs::gradients() const {
   amx_sft_moe::Gradients grads;
   grads.x = tensors_[reference::kGradX].matrix_view();
   grads.routing_weights = tensors_[reference::kGradW].matrix_view();
   grads.lora = lora_gradients();
+  grads.weights = weight_gradients();
   using namespace reference;
   grads.biases = {tensors_[kGateBias].matrix_view(), tensors_[kUpBias].matrix_view(),
                   tensors_[kDownBias].matrix_view()};

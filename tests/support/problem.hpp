@@ -30,7 +30,7 @@ enum class LoraLayout {
 struct Storage {
   const char* name;
   DType activations = DType::kBf16;  // x, y, grad_y, grad_x
-  DType factors = DType::kBf16;      // LoRA factors and their gradients
+  DType factors = DType::kBf16;      // LoRA factors and their gradients; gradients of base weights
   DType routing = DType::kFp32;      // routing weights and their gradient
   bool narrow_ids = false;           // int32 instead of int64
   WeightLayout weights = WeightLayout::kStacked;
@@ -171,6 +171,7 @@ class Outputs {
   amx_sft_moe::AnyMatrix y() const { return tensors_[reference::kY].matrix_view(); }
   amx_sft_moe::Gradients gradients() const;
   amx_sft_moe::LoraGradients lora_gradients() const;
+  amx_sft_moe::WeightGradients weight_gradients() const;
   Tensor& operator[](reference::Tensor which) { return tensors_[which]; }
   const Tensor& operator[](reference::Tensor which) const { return tensors_[which]; }
 

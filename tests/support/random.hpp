@@ -57,6 +57,7 @@ inline reference::Layer random_layer(Random& random, const Case& c) {
   layer.lora_up = random_adapter(random, c.experts, c.ranks.up, c.hidden, c.intermediate, 1.3);
   layer.lora_down = random_adapter(random, c.experts, c.ranks.down, c.intermediate, c.hidden, 1.9);
   layer.shared_a = c.shared_a;
+  layer.trains_base = c.trains_base;
   if (c.shared_a) layer.lora_up.a = layer.lora_gate.a;
   layer.glu.form = static_cast<reference::Glu::Form>(c.form);
   // A low limit, so that a good part of the values is cut.

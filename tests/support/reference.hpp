@@ -51,6 +51,7 @@ struct Layer {
   Glu glu;
   Vector gate_bias, up_bias;  // [E, I]; empty: none
   Vector down_bias;           // [E, H]
+  bool trains_base = false;   // gradients of gate, up and down are wanted
 };
 
 struct Batch {
@@ -74,11 +75,14 @@ enum Tensor : std::size_t {
   kGateBias,
   kUpBias,
   kDownBias,
+  kGateWeight,
+  kUpWeight,
+  kDownWeight,
   kTensors
 };
 inline constexpr std::array<const char*, kTensors> kTensorNames = {
-    "y",    "grad_x", "grad_w", "gate_a",    "gate_b",  "up_a",
-    "up_b", "down_a", "down_b", "gate_bias", "up_bias", "down_bias"};
+    "y",      "grad_x",    "grad_w",  "gate_a",    "gate_b",      "up_a",      "up_b",       "down_a",
+    "down_b", "gate_bias", "up_bias", "down_bias", "gate_weight", "up_weight", "down_weight"};
 using Results = std::array<Vector, kTensors>;
 
 // Where a hook is called: on an input, on an intermediate (kRow: those rows that are only summed into tokens, d
@@ -245,12 +249,13 @@ Route forward_route(const Layer& layer, const Vector& x, std::int64_t expert, Ho
   return r;
 }
 
-// Through one adapted linear layer, out = W v + scaling B (A v) with u = A v kept: adds to grad_a and grad_b,
-// returns the gradient of v.
+// Through one adapted linear layer, out = W v + scaling B (A v) with u = A v kept: adds to grad_a, grad_b and, where
+// it is wanted (not empty), to the gradient of W; returns the gradient of v.
 template <class Hook>
 Vector backward_linear(const Vector& weight, const Adapter& lora, std::int64_t expert, int in, int out_features,
                        const Vector& v, const Vector& u, const Vector& grad_out, Vector& grad_a, Vector& grad_b,
-                       Hook& hook) {
+                       Vector& grad_weight, Hook& hook) {
+  if (!grad_weight.empty()) add_outer(expert_matrix(grad_weight, expert, out_features, in), 1.0, grad_out, v);
   Vector grad_v = transposed_times(expert_matrix(weight, expert, out_features, in), out_features, in, grad_out);
   if (lora.rank == 0) return grad_v;
   const double* a = expert_matrix(lora.a, expert, lora.rank, in);
@@ -276,7 +281,7 @@ double backward_route(const Layer& layer, const Route& r, double weight, const V
   apply(hook, Site::kInterior, grad_d);
   add_to_expert(out[kDownBias], r.expert, grad_d);
   Vector grad_h = backward_linear(layer.down, layer.lora_down, r.expert, i, h, r.h, r.u_down, grad_d,
-                                  out[kDownA], out[kDownB], hook);  // [I]
+                                  out[kDownA], out[kDownB], out[kDownWeight], hook);  // [I]
   apply(hook, Site::kInterior, grad_h);
   Vector grad_g(static_cast<std::size_t>(i));
   Vector grad_u(static_cast<std::size_t>(i));
@@ -291,10 +296,10 @@ double backward_route(const Layer& layer, const Route& r, double weight, const V
   add_to_expert(out[kUpBias], r.expert, grad_u);
   Vector& grad_up_a = layer.shared_a ? out[kGateA] : out[kUpA];
   Vector of_gate = backward_linear(layer.gate, layer.lora_gate, r.expert, h, i, r.x, r.u_gate, grad_g,
-                                   out[kGateA], out[kGateB], hook);
+                                   out[kGateA], out[kGateB], out[kGateWeight], hook);
   add_scaled(of_gate, 1.0,
              backward_linear(layer.up, layer.lora_up, r.expert, h, i, r.x, r.u_up, grad_u, grad_up_a, out[kUpB],
-                             hook));
+                             out[kUpWeight], hook));
   apply(hook, Site::kRow, of_gate);
   add_scaled(grad_x, 1.0, of_gate);
   return grad_w;
@@ -314,6 +319,10 @@ inline Results zero_results(const Layer& layer, const Batch& batch) {
   out[kGateBias] = zeros(layer.gate_bias);
   out[kUpBias] = zeros(layer.up_bias);
   out[kDownBias] = zeros(layer.down_bias);
+  if (!layer.trains_base) return out;
+  out[kGateWeight] = zeros(layer.gate);
+  out[kUpWeight] = zeros(layer.up);
+  out[kDownWeight] = zeros(layer.down);
   return out;
 }
 

@@ -1,10 +1,11 @@
-// Whether a strided output writes one element twice. Outputs are written by several threads at once, in any
-// order.
+// Whether a strided output writes one element twice, and whether two tensors share memory. Outputs are written by
+// several threads at once, in any order.
 #pragma once
 
 #include <algorithm>
 #include <array>
 #include <cstddef>
+#include <cstdint>
 #include <numeric>
 
 #include "amx_sft_moe/core/element.hpp"
@@ -60,6 +61,83 @@ inline bool elements_overlap(std::array<Extent, 3> dims) {
   if (overlap::pair(dims[1], dims[2])) return true;
   for (index_t i = 1; i < dims[0].count; ++i) {
     if (overlap::reaches(dims[1], dims[2], i * dims[0].stride)) return true;
+  }
+  return false;
+}
+
+// The memory of a strided tensor. Strides and sizes count bytes.
+struct Footprint {
+  std::uintptr_t begin = 0;  // lowest address
+  index_t element = 0;       // 0: no memory at all
+  std::array<Extent, 3> dims{};
+
+  Footprint() = default;
+  Footprint(const void* data, index_t element_size, std::array<Extent, 3> elements)
+      : begin(reinterpret_cast<std::uintptr_t>(data)), element(element_size), dims(elements) {
+    for (Extent& dim : dims) {
+      if (dim.count <= 0) element = 0;
+      dim.stride = dim.count > 1 ? dim.stride * element_size : 0;
+      if (dim.stride >= 0) continue;
+      begin -= static_cast<std::uintptr_t>(-dim.stride * (dim.count - 1));
+      dim.stride = -dim.stride;
+    }
+  }
+
+  std::uintptr_t end() const {
+    index_t bytes = element;
+    for (const Extent& dim : dims) bytes += (dim.count - 1) * dim.stride;
+    return begin + static_cast<std::uintptr_t>(bytes);
+  }
+  // One index of the first dimension.
+  Footprint slice(index_t index) const {
+    Footprint part = *this;
+    part.begin += static_cast<std::uintptr_t>(index * dims[0].stride);
+    part.dims[0] = {1, 0};
+    return part;
+  }
+};
+
+namespace overlap {
+
+inline bool ranges_meet(const Footprint& a, const Footprint& b) {
+  return a.element > 0 && b.element > 0 && a.begin < b.end() && b.begin < a.end();
+}
+
+// Whether tensors of the same strides take turns in memory, such as gate and up rows of one tensor: as one tensor
+// with a dimension more, which of the two it is, they have each stride beyond the reach of those below.
+inline bool take_turns(const Footprint& a, const Footprint& b) {
+  std::array<Extent, 4> all{};
+  for (std::size_t d = 0; d < 3; ++d) {
+    const bool unlike = a.dims[d].count > 1 && b.dims[d].count > 1 && a.dims[d].stride != b.dims[d].stride;
+    if (unlike) return false;
+    all[d] = {std::max(a.dims[d].count, b.dims[d].count), std::max(a.dims[d].stride, b.dims[d].stride)};
+  }
+  all[3] = {2, static_cast<index_t>(std::max(a.begin, b.begin) - std::min(a.begin, b.begin))};
+  std::sort(all.begin(), all.end(), [](const Extent& x, const Extent& y) { return x.stride < y.stride; });
+  index_t reach = std::max(a.element, b.element) - 1;
+  for (const Extent& dim : all) {
+    if (dim.count == 1) continue;
+    if (dim.stride <= reach) return false;
+    reach += (dim.count - 1) * dim.stride;
+  }
+  return true;
+}
+
+}  // namespace overlap
+
+// Whether two tensors share a byte. Exact where their ranges do not meet, where they have the same strides, and
+// where that holds for each pair of slices of the first dimension; others of unlike strides that lie among each
+// other count as sharing.
+inline bool memory_overlaps(const Footprint& a, const Footprint& b) {
+  if (!overlap::ranges_meet(a, b) || overlap::take_turns(a, b)) return false;
+  if (a.dims[0].count == 1 && b.dims[0].count == 1) return true;
+  for (index_t i = 0; i < a.dims[0].count; ++i) {
+    const Footprint of_a = a.slice(i);
+    if (!overlap::ranges_meet(of_a, b)) continue;
+    for (index_t j = 0; j < b.dims[0].count; ++j) {
+      const Footprint of_b = b.slice(j);
+      if (overlap::ranges_meet(of_a, of_b) && !overlap::take_turns(of_a, of_b)) return true;
+    }
   }
   return false;
 }

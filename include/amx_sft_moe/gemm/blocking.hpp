@@ -1,4 +1,5 @@
-// Every block size of the operator, in one place, with its derivation. They change speed, never bits.
+// Every block size of the operator, in one place, with its derivation. They change speed, never bits (but for
+// kTokensPerSum, which is the same everywhere).
 #pragma once
 
 #include <unistd.h>
@@ -28,6 +29,14 @@ struct Blocking {
   static constexpr index_t kMinCols = 32;
   // Wider panels than this make too few tasks; reading 512 bytes of each row is enough for the prefetchers.
   static constexpr index_t kMaxCols = 256;
+  // Gradients of base weights, gemm_tn at full width. Rows of a gradient that share a task's packed x or h: packing
+  // them costs a thousandth of an element a multiply-add, and a gradient still makes tens of tasks.
+  static constexpr index_t kGradRowsPerTask = 512;
+  // Rows of one product: as tall as those of gemm_nn, so that A^T and C stay in L2.
+  static constexpr index_t kGradRows = 256;
+  // Tokens that one product contracts. An expert with more sums its products in fp32, so that a task's memory has a
+  // bound; the sum passes through the cache once in 512 multiply-adds. Part of the order of summation.
+  static constexpr index_t kTokensPerSum = 512;
   // Tokens whose sums one task makes at most.
   static constexpr index_t kTokenChunk = 16;
 

@@ -32,6 +32,7 @@ struct Scratch {
   Buffer b_panels;      // or a strip
   Buffer c_blocks;      // fp32
   Buffer rows;          // a caller's own rows on their way to a GEMM
+  Buffer sums;          // fp32: a caller's own sums of several GEMMs
   KernelStateSlot kernel_state;
 
   // At least as large as `other`, buffer by buffer.
@@ -42,12 +43,13 @@ struct Scratch {
     b_panels.grow_to(other.b_panels.bytes());
     c_blocks.grow_to(other.c_blocks.bytes());
     rows.grow_to(other.rows.bytes());
+    sums.grow_to(other.sums.bytes());
     kernel_state.grow_to(other.kernel_state);
   }
 
   index_t bytes() const {
     return a_rows.bytes() + a_transposed.bytes() + b_rows.bytes() + b_panels.bytes() + c_blocks.bytes() +
-           rows.bytes() + kernel_state.bytes();
+           rows.bytes() + sums.bytes() + kernel_state.bytes();
   }
 };
 

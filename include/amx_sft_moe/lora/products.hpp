@@ -2,6 +2,8 @@
 // A are second terms of the base GEMMs; see moe/.
 #pragma once
 
+#include <algorithm>
+
 #include "amx_sft_moe/gemm/forms.hpp"
 #include "amx_sft_moe/lora/adapter.hpp"
 
@@ -98,8 +100,12 @@ inline void clear(const AnyMatrix& grad) {
   grad.visit([&](auto* data) {
     using T = std::remove_pointer_t<decltype(data)>;
     for (index_t i = 0; i < grad.rows(); ++i) {
-      for (index_t j = 0; j < grad.cols(); ++j)
-        data[i * grad.row_stride() + j * grad.col_stride()] = from_float<T>(0.0F);
+      T* row = data + i * grad.row_stride();
+      if (grad.col_stride() == 1) {
+        std::fill_n(row, grad.cols(), from_float<T>(0.0F));
+        continue;
+      }
+      for (index_t j = 0; j < grad.cols(); ++j) row[j * grad.col_stride()] = from_float<T>(0.0F);
     }
   });
 }

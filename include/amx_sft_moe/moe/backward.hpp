@@ -2,51 +2,28 @@
 // in all).
 //
 //   scatter       p = grad_y of each row's token;  <p, bias>;  v_d = s p Bd
-//   down          grad_h = p Wd + v_d Ad,        beside  grad_Ad = (w v_d)^T h, grad_Bd = (w p)^T u_d
+//   down          grad_h = p Wd + v_d Ad,        beside  grad_Ad = (w v_d)^T h, grad_Bd = (w p)^T u_d,
+//                                                        grad_Wd = (w p)^T h
 //   activation    grad_g, grad_u = act'(g, u) w grad_h;  <grad_h, h> + <p, bias>;
 //                 v_g = s grad_g Bg, v_u = s grad_u Bu
 //   gate_up       grad_x rows = grad_g Wg + grad_u Wu + v_g Ag + v_u Au,
-//                                                beside  grad_A = v^T x, grad_B = grad^T u for gate and up
+//                                                beside  grad_A = v^T x, grad_B = grad^T u, grad_W = grad^T x
+//                                                        for gate and up
 //   sum_tokens    grad_x and the gradient of the routing weights
 //
-// Gradients of biases, sums over an expert's rows, are made beside grad_B of the same projection.
+// Gradients of biases, sums over an expert's rows, are made beside grad_B of the same projection; those of base
+// weights are in moe/weight_gradient.hpp.
 //
 // s is in the saved u and in v, so no product is scaled again. Tasks of a region do not depend on one another.
 #pragma once
 
+#include "amx_sft_moe/moe/backward_rows.hpp"
 #include "amx_sft_moe/moe/forward.hpp"
 #include "amx_sft_moe/moe/gradients.hpp"
+#include "amx_sft_moe/moe/weight_gradient.hpp"
 
 AMX_SFT_MOE_NAMESPACE_BEGIN
 namespace moe {
-
-// The matrices over routed rows that the phases hand on.
-template <class Kernel>
-struct BackwardRows {
-  using Stored = typename Kernel::Stored;
-  MatrixView<Stored> p;             // [S, H]
-  MatrixView<Stored> v_down;        // [S, r_down]
-  MatrixView<float> grad_h;         // [S, I]
-  MatrixView<Stored> grad_gate;     // [S, I]
-  MatrixView<Stored> grad_up;       // [S, I]
-  MatrixView<Stored> v_gate, v_up;  // [S, r]
-  MatrixView<float> grad_x;         // [S, H]
-  float* weight_grad;               // [S]: <p, bias> until the activation's phase completes it
-
-  explicit BackwardRows(Step<Kernel>& step) {
-    Workspace& work = step.work;
-    const index_t rows = work.routing.routed_rows();
-    p = row_matrix<Stored>(work.p_rows, rows, step.hidden);
-    v_down = row_matrix<Stored>(work.v_down, rows, step.lora.down.rank());
-    grad_h = row_matrix<float>(work.grad_h, rows, step.intermediate);
-    grad_gate = row_matrix<Stored>(work.grad_gate, rows, step.intermediate);
-    grad_up = row_matrix<Stored>(work.grad_up, rows, step.intermediate);
-    v_gate = row_matrix<Stored>(work.v_gate, rows, step.lora.gate.rank());
-    v_up = row_matrix<Stored>(work.v_up, rows, step.lora.up.rank());
-    grad_x = row_matrix<float>(work.out_rows, rows, step.hidden);
-    weight_grad = work.row_weight_grad.as<float>(rows);
-  }
-};
 
 template <class Kernel>
 void backward_scatter(Step<Kernel>& step, const BackwardRows<Kernel>& rows, const AnyConstMatrix& grad_y) {
@@ -78,7 +55,7 @@ void backward_scatter(Step<Kernel>& step, const BackwardRows<Kernel>& rows, cons
   });
 }
 
-enum DownTask : int { kDownGemm, kDownGradA, kDownGradB, kDownIdle };
+enum DownTask : int { kDownGemm, kDownWeight, kDownGradA, kDownGradB, kDownIdle, kDownWeightIdle };
 
 // grad_h = p Wd + v_d Ad, a block of columns.
 template <class Kernel>
@@ -101,24 +78,12 @@ void backward_down_gemm(Step<Kernel>& step, const BackwardRows<Kernel>& rows, Wo
   });
 }
 
-// grad_Ad = (w v_d)^T h, a block of columns. h is made again from g and u: it was not kept.
+// grad_Ad = (w v_d)^T h, a block of columns.
 template <class Kernel>
 void backward_down_grad_a(Step<Kernel>& step, const BackwardRows<Kernel>& rows, Worker<Kernel>& worker,
                           const Task& task, const Gradients& grads) {
-  using Stored = typename Kernel::Stored;
   const ExpertRows& expert = *task.expert;
-  const MatrixView<Stored> gate = rows_of(step.saved.gate, expert, 0);
-  const MatrixView<Stored> up = rows_of(step.saved.up, expert, 0);
-  MatrixView<Stored> h{nullptr, expert.rows, task.cols, own_row_stride<Stored>(task.cols)};
-  h.data = worker.gemm.scratch.rows.template as<Stored>(expert.rows * h.row_stride);
-  std::visit(
-      [&](const auto& activation) {
-        for (index_t i = 0; i < expert.rows; ++i) {
-          Kernel::Activation::forward(activation, gate.row(i) + task.col, up.row(i) + task.col, task.cols,
-                                      h.row(i));
-        }
-      },
-      step.activation);
+  const auto h = activation_columns(step, worker, expert, 0, expert.rows, task.col, task.cols);
   const std::array<gemm::Factor, 1> factors{
       {{rows_of(rows.v_down, expert, 0), step.work.routing.weight_of_row() + expert.row_begin}}};
   const auto panels = gemm::pack_tokens<Kernel>(worker.gemm, h, expert.rows, task.cols);
@@ -160,9 +125,11 @@ inline void clear_idle(const AnyExpertTensor& grad, index_t expert) {
 }
 
 template <class Kernel>
-void backward_down(Step<Kernel>& step, const BackwardRows<Kernel>& rows, const Gradients& grads) {
+void add_down_tasks(Step<Kernel>& step, const Gradients& grads) {
   auto& tasks = step.work.tasks;
+  const bool wants_a = !grads.lora.down_a.empty();
   const bool wants_b = !grads.lora.down_b.empty() || !grads.biases.down.empty();
+  const bool wants_weight = !grads.weights.down.empty();
   tasks.clear();
   for (const ExpertRows& expert : step.work.routing.active()) {
     add_tasks(tasks, kDownGemm, expert, gemm::Blocking::kTokensPerTask, step.intermediate,
@@ -170,29 +137,41 @@ void backward_down(Step<Kernel>& step, const BackwardRows<Kernel>& rows, const G
   }
   for (const ExpertRows& expert : step.work.routing.active()) {
     const index_t cols = step.blocking.template cols_for<Kernel>(expert.rows);
-    if (!grads.lora.down_a.empty()) add_tasks(tasks, kDownGradA, expert, expert.rows, step.intermediate, cols);
+    if (wants_weight) add_weight_tasks(step, kDownWeight, expert, step.hidden, step.intermediate);
+    if (wants_a) add_tasks(tasks, kDownGradA, expert, expert.rows, step.intermediate, cols);
     if (wants_b) add_tasks(tasks, kDownGradB, expert, expert.rows, step.hidden, cols);
   }
-  if (!grads.lora.down_a.empty() || wants_b) {
-    add_idle_tasks(tasks, kDownIdle, step.work.routing, grads);
-  }
+  if (wants_weight) add_idle_tasks(tasks, kDownWeightIdle, step.work.routing, grads);
+  if (wants_a || wants_b) add_idle_tasks(tasks, kDownIdle, step.work.routing, grads);
+}
 
+template <class Kernel>
+void backward_down(Step<Kernel>& step, const BackwardRows<Kernel>& rows, const Gradients& grads) {
+  add_down_tasks(step, grads);
   run_region(step, PhaseGroup::kBackwardDown, [&](Worker<Kernel>& worker, const Task& task) {
-    if (task.kind == kDownGemm) {
-      worker.time(Phase::kD3Gemm, [&] { backward_down_gemm(step, rows, worker, task); });
-      return;
+    switch (task.kind) {
+      case kDownGemm:
+        worker.time(Phase::kD3Gemm, [&] { backward_down_gemm(step, rows, worker, task); });
+        break;
+      case kDownWeight:
+        worker.time(Phase::kD5WeightGrad, [&] { backward_down_weight(step, rows, worker, task, grads); });
+        break;
+      case kDownGradA:
+        worker.time(Phase::kD4LoraGrad, [&] { backward_down_grad_a(step, rows, worker, task, grads); });
+        break;
+      case kDownGradB:
+        worker.time(Phase::kD4LoraGrad, [&] { backward_down_grad_b(step, rows, worker, task, grads); });
+        break;
+      case kDownWeightIdle:
+        worker.time(Phase::kD5WeightGrad, [&] { clear_idle(grads.weights.down, task.idle_expert); });
+        break;
+      default:
+        worker.time(Phase::kD4LoraGrad, [&] {
+          clear_idle(grads.lora.down_a, task.idle_expert);
+          clear_idle(grads.lora.down_b, task.idle_expert);
+          clear_bias_gradient(grads.biases.down, task.idle_expert);
+        });
     }
-    worker.time(Phase::kD4LoraGrad, [&] {
-      if (task.kind == kDownGradA) {
-        backward_down_grad_a(step, rows, worker, task, grads);
-      } else if (task.kind == kDownGradB) {
-        backward_down_grad_b(step, rows, worker, task, grads);
-      } else {
-        clear_idle(grads.lora.down_a, task.idle_expert);
-        clear_idle(grads.lora.down_b, task.idle_expert);
-        clear_bias_gradient(grads.biases.down, task.idle_expert);
-      }
-    });
   });
 }
 
@@ -230,7 +209,17 @@ void backward_activation(Step<Kernel>& step, const BackwardRows<Kernel>& rows) {
   });
 }
 
-enum GateUpTask : int { kBasePass, kGradA, kGradBGate, kGradBUp, kGateUpIdle };
+enum GateUpTask : int {
+  kBasePass,
+  kGateWeight,
+  kUpWeight,
+  kGradA,
+  kGradBGate,
+  kGradBUp,
+  kGateUpIdle,
+  kGateWeightIdle,
+  kUpWeightIdle
+};
 
 // grad_x rows = grad_g Wg + grad_u Wu + v_g Ag + v_u Au: one contraction, a block of columns.
 template <class Kernel>
@@ -308,6 +297,8 @@ void add_gate_up_tasks(Step<Kernel>& step, const Gradients& grads) {
   const bool wants_a = !to.gate_a.empty() || !to.up_a.empty();
   const bool wants_gate_b = !to.gate_b.empty() || !grads.biases.gate.empty();
   const bool wants_up_b = !to.up_b.empty() || !grads.biases.up.empty();
+  const bool wants_gate = !grads.weights.gate.empty();
+  const bool wants_up = !grads.weights.up.empty();
   tasks.clear();
   if (!grads.x.empty()) {
     for (const ExpertRows& expert : step.work.routing.active()) {
@@ -317,10 +308,14 @@ void add_gate_up_tasks(Step<Kernel>& step, const Gradients& grads) {
   }
   for (const ExpertRows& expert : step.work.routing.active()) {
     const index_t cols = step.blocking.template cols_for<Kernel>(expert.rows);
+    if (wants_gate) add_weight_tasks(step, kGateWeight, expert, step.intermediate, step.hidden);
+    if (wants_up) add_weight_tasks(step, kUpWeight, expert, step.intermediate, step.hidden);
     if (wants_a) add_tasks(tasks, kGradA, expert, expert.rows, step.hidden, cols);
     if (wants_gate_b) add_tasks(tasks, kGradBGate, expert, expert.rows, step.intermediate, cols);
     if (wants_up_b) add_tasks(tasks, kGradBUp, expert, expert.rows, step.intermediate, cols);
   }
+  if (wants_gate) add_idle_tasks(tasks, kGateWeightIdle, step.work.routing, grads);
+  if (wants_up) add_idle_tasks(tasks, kUpWeightIdle, step.work.routing, grads);
   if (wants_a || wants_gate_b || wants_up_b) {
     add_idle_tasks(tasks, kGateUpIdle, step.work.routing, grads);
   }
@@ -335,6 +330,16 @@ void backward_gate_up(Step<Kernel>& step, const BackwardRows<Kernel>& rows, cons
       case kBasePass:
         worker.time(Phase::kGuBasePass, [&] { backward_base_pass(step, rows, worker, task); });
         break;
+      case kGateWeight:
+        worker.time(Phase::kGuWeightGradGate, [&] {
+          backward_gate_up_weight(step, worker, task, rows.grad_gate, x, grads.weights.gate, grads);
+        });
+        break;
+      case kUpWeight:
+        worker.time(Phase::kGuWeightGradUp, [&] {
+          backward_gate_up_weight(step, worker, task, rows.grad_up, x, grads.weights.up, grads);
+        });
+        break;
       case kGradA:
         backward_grad_a(step, rows, worker, task, x, grads);
         break;
@@ -348,6 +353,12 @@ void backward_gate_up(Step<Kernel>& step, const BackwardRows<Kernel>& rows, cons
         worker.time(Phase::kGuLoraUp, [&] {
           backward_grad_b(worker, task, rows.grad_up, step.saved.u_up, grads.lora.up_b, grads.biases.up, grads);
         });
+        break;
+      case kGateWeightIdle:
+        worker.time(Phase::kGuWeightGradGate, [&] { clear_idle(grads.weights.gate, task.idle_expert); });
+        break;
+      case kUpWeightIdle:
+        worker.time(Phase::kGuWeightGradUp, [&] { clear_idle(grads.weights.up, task.idle_expert); });
         break;
       default:
         worker.time(Phase::kGuLoraGate, [&] {

@@ -1,4 +1,4 @@
-// The frozen weights of the experts.
+// The base weights of the experts.
 #pragma once
 
 #include "amx_sft_moe/core/views.hpp"
@@ -13,7 +13,7 @@ struct ExpertBiases {
   AnyConstMatrix down;  // [E, H]
 };
 
-// The frozen base weights, read where they lie and never copied. T is bf16 or float and must fit the kernel.
+// The base weights, read where they lie, never copied and never written. T is bf16 or float and must fit the kernel.
 // Fused gate_up [E, 2I, H], gate rows first: gate = {p, nullptr, 2I*H, I, H, H}, up the same from p + I*H.
 template <class T>
 struct BaseWeights {

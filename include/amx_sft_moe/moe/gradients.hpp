@@ -11,6 +11,16 @@ struct BiasGradients {
   AnyMatrix gate, up, down;
 };
 
+// Gradients of the base weights, [E, rows, cols] of the weight with any strides, fp32 or bf16 whatever the weights
+// are. Halves of one [E, 2I, H] may take those of gate and up.
+struct WeightGradients {
+  AnyExpertTensor gate;  // [E, I, H]
+  AnyExpertTensor up;    // [E, I, H]
+  AnyExpertTensor down;  // [E, H, I]
+
+  bool wanted() const { return !gate.empty() || !up.empty() || !down.empty(); }
+};
+
 // Empty views are not wanted and not computed where that saves work.
 struct Gradients {
   AnyMatrix x;                // grad_x [T, H], bf16 or fp32; overwritten
@@ -19,6 +29,8 @@ struct Gradients {
   bool accumulate = false;  // parameter gradients: add to what is there instead of overwriting
   float scale = 1.0F;       // parameter gradients: multiplied into this call's contribution
   BiasGradients biases = {};
+  WeightGradients weights =
+      {};  // memory of their own: not that of the weights, of an input or another gradient
 };
 
 AMX_SFT_MOE_NAMESPACE_END

@@ -21,7 +21,7 @@ struct Task {
   std::int32_t group = 0;  // of tasks that end together (Countdown)
   const ExpertRows* expert = nullptr;
   index_t idle_expert = -1;
-  index_t row = 0, rows = 0;  // of the expert's rows
+  index_t row = 0, rows = 0;  // of the expert's rows; of a base weight's gradient where that is what it makes
   index_t col = 0, cols = 0;  // of the output's columns
 };
 

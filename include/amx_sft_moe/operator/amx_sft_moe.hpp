@@ -2,7 +2,7 @@
 //
 //     amx_sft_moe::AMX_SFT_MOE<amx_sft_moe::kernels::Avx512Bf16> moe(config, weights, lora);
 //     moe.forward_sft(routing, x, y);            // y [T, H]
-//     moe.backward(grad_y, grads);               // grad_x, routing weights, LoRA factors
+//     moe.backward(grad_y, grads);               // grad_x, routing weights, LoRA factors, biases, base weights
 //
 // Threading: an object serves one caller at a time (a second one gets a StateError); different objects are
 // independent unless they share a workspace. Inside, OpenMP threads. Errors: ArgumentError, StateError,
@@ -17,6 +17,7 @@
 #include "amx_sft_moe/operator/saved_stack.hpp"
 #include "amx_sft_moe/operator/step_shape.hpp"
 #include "amx_sft_moe/operator/validate.hpp"
+#include "amx_sft_moe/operator/validate_apart.hpp"
 #include "amx_sft_moe/profile/timer_output.hpp"
 
 AMX_SFT_MOE_NAMESPACE_BEGIN
@@ -212,6 +213,7 @@ class AMX_SFT_MOE {
     route(routing);
     const index_t rows_routed = workspace_->routing.routed_rows();
     validate::saved_activations(saved, rows_routed, config_, lora_);
+    validate::weight_gradients_apart(grads, config_, weights_, lora_, routing, x, saved, grad_y);
     {
       StepTimer timer(backward_record_, routing.tokens, rows_routed, begin_ns, Phase::kD1Scatter, observer_);
       auto step = begin_step(routing, saved, timer);

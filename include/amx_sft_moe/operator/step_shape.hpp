@@ -72,6 +72,8 @@ StepShape backward_shape(const moe::Step<Kernel>& step, const Routing& routing, 
   s.grad_b = {element_size(grads.lora.gate_b), element_size(grads.lora.up_b), element_size(grads.lora.down_b)};
   s.grad_bias = {element_size(grads.biases.gate), element_size(grads.biases.up),
                  element_size(grads.biases.down)};
+  s.grad_weight = {element_size(grads.weights.gate), element_size(grads.weights.up),
+                   element_size(grads.weights.down)};
   return s;
 }
 

@@ -177,6 +177,13 @@ inline void bias_gradient(std::string_view name, const AnyMatrix& grad, const An
   apart(name, grad);
 }
 
+inline void weight_gradient(std::string_view name, const AnyExpertTensor& grad, index_t experts, index_t rows,
+                            index_t cols) {
+  if (grad.empty()) return;
+  expert_tensor(name, grad, experts, rows, cols);
+  apart(name, grad);
+}
+
 inline void gradients(const Gradients& grads, index_t tokens, const Config& config, const LoraWeights& lora,
                       const ExpertBiases& biases) {
   if (!grads.x.empty()) matrix("grads.x", grads.x, tokens, config.hidden_size, true);
@@ -198,6 +205,10 @@ inline void gradients(const Gradients& grads, index_t tokens, const Config& conf
   bias_gradient("grads.biases.gate", grads.biases.gate, biases.gate);
   bias_gradient("grads.biases.up", grads.biases.up, biases.up);
   bias_gradient("grads.biases.down", grads.biases.down, biases.down);
+  const index_t inner = config.intermediate_size;
+  weight_gradient("grads.weights.gate", grads.weights.gate, config.num_experts, inner, config.hidden_size);
+  weight_gradient("grads.weights.up", grads.weights.up, config.num_experts, inner, config.hidden_size);
+  weight_gradient("grads.weights.down", grads.weights.down, config.num_experts, config.hidden_size, inner);
   if (!std::isfinite(grads.scale)) {
     throw ArgumentError(concat("grads.scale: expected a finite number, got ", grads.scale));
   }

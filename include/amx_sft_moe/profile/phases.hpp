@@ -2,7 +2,7 @@
 //
 // The published names (backward_down {D0..D4}, backward_activation, backward_gate_up {GU0..GU3}) are those that
 // users of KTransformers' operator compare by. What this design fuses or does not need keeps its name and says
-// so.
+// so. What they do not know (the gradients of base weights, sums into tokens) has names of ours.
 #pragma once
 
 #include <array>
@@ -42,12 +42,15 @@ enum class Phase : std::uint8_t {
   kD2Quantize,        // not needed: no quantised activations
   kD3Gemm,            // grad_h = p Wd + s v_d Ad
   kD4LoraGrad,        // v_d, grad_A_down, grad_B_down
+  kD5WeightGrad,      // grad_W_down, where it is wanted
   kSiluBackward,      // grad_g, grad_u
   kGu0Prepare,        // not needed
   kGuBasePass,        // grad_x rows = grad_g Wg + grad_u Wu + LoRA's data gradients: one fused contraction
   kGu2Requantize,     // not needed
   kGuLoraGate,        // v_g, grad_A_gate, grad_B_gate
   kGuLoraUp,          // v_u, grad_A_up, grad_B_up
+  kGuWeightGradGate,  // grad_W_gate, where it is wanted
+  kGuWeightGradUp,    // grad_W_up
   kGu4SumTokens,      // grad_x
   kRoutingWeights,    // grad of the routing weights; fused into the activation's backward
   kCount,
@@ -78,12 +81,15 @@ inline constexpr std::array<PhaseInfo, kPhaseCount> kPhases{{
     {"D2_quantize", "DOWN", PhaseGroup::kBackwardDown, PhaseKind::kNotNeeded},
     {"D3_gemm", "DOWN", PhaseGroup::kBackwardDown, PhaseKind::kMeasured},
     {"D4_lora_grad", "DOWN", PhaseGroup::kBackwardDown, PhaseKind::kMeasured},
+    {"D5_weight_grad", "DOWN", PhaseGroup::kBackwardDown, PhaseKind::kMeasured},
     {"silu_backward", "ACT", PhaseGroup::kBackwardActivation, PhaseKind::kMeasured},
     {"GU0_prepare+memset", "GU", PhaseGroup::kBackwardGateUp, PhaseKind::kNotNeeded},
     {"base_pass(gate)+base_pass(up)", "GU", PhaseGroup::kBackwardGateUp, PhaseKind::kFused},
     {"GU2_requantize_for_lora", "GU", PhaseGroup::kBackwardGateUp, PhaseKind::kNotNeeded},
     {"lora_pass(gate)", "GU", PhaseGroup::kBackwardGateUp, PhaseKind::kMeasured},
     {"lora_pass(up)", "GU", PhaseGroup::kBackwardGateUp, PhaseKind::kMeasured},
+    {"weight_grad(gate)", "GU", PhaseGroup::kBackwardGateUp, PhaseKind::kMeasured},
+    {"weight_grad(up)", "GU", PhaseGroup::kBackwardGateUp, PhaseKind::kMeasured},
     {"GU4_sum_tokens", "GU", PhaseGroup::kBackwardGateUp, PhaseKind::kMeasured},
     {"backward_routing_weights", "RW", PhaseGroup::kBackwardRoutingWeights, PhaseKind::kFused},
 }};

@@ -30,7 +30,7 @@ struct StepShape {
   index_t x = 0, y = 0;                         // y: y of a forward, grad_y of a backward
   index_t grad_x = 0, grad_route_weight = 0;
   std::array<index_t, kProjections> a{}, b{}, bias{};
-  std::array<index_t, kProjections> grad_a{}, grad_b{}, grad_bias{};
+  std::array<index_t, kProjections> grad_a{}, grad_b{}, grad_bias{}, grad_weight{};
 
   index_t in(Projection p) const { return p == kDown ? intermediate : hidden; }
   index_t out(Projection p) const { return p == kDown ? hidden : intermediate; }
@@ -96,6 +96,16 @@ inline void add_lora_pass(StepWork& work, const StepShape& s, Projection p, Phas
   work.add(phase, flop, bytes);
 }
 
+// grad_W = grad^T input: of down (w p)^T h, with h from g and u; of gate and up grad^T x.
+inline void add_weight_gradient(StepWork& work, const StepShape& s, Projection p, Phase phase) {
+  if (s.grad_weight[p] == 0) return;
+  const index_t rows = s.routed_rows;
+  const index_t elements = s.hidden * s.intermediate;
+  const index_t input = p == kDown ? 2 * rows * s.intermediate * s.stored : s.tokens * s.hidden * s.x;
+  work.add(phase, 2 * rows * elements,
+           rows * s.out(p) * s.stored + input + gradient_bytes(s, elements, s.grad_weight[p]));
+}
+
 inline void add_backward_down(StepWork& work, const StepShape& s) {
   const index_t rows = s.routed_rows;
   const index_t rank = s.rank[kDown];
@@ -116,6 +126,7 @@ inline void add_backward_down(StepWork& work, const StepShape& s) {
     bytes += rows * rank * s.stored;
   }
   work.add(Phase::kD4LoraGrad, flop, bytes);
+  add_weight_gradient(work, s, kDown, Phase::kD5WeightGrad);
 }
 
 }  // namespace work
@@ -171,6 +182,8 @@ inline StepWork backward_work(const StepShape& s) {
   }
   add_lora_pass(done, s, kGate, Phase::kGuLoraGate);
   add_lora_pass(done, s, kUp, Phase::kGuLoraUp);
+  add_weight_gradient(done, s, kGate, Phase::kGuWeightGradGate);
+  add_weight_gradient(done, s, kUp, Phase::kGuWeightGradUp);
   if (s.grad_route_weight != 0) {
     done.add(Phase::kRoutingWeights, 0, rows * 4 + s.tokens * s.top_k * (4 + s.grad_route_weight));
   }

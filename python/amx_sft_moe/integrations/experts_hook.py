@@ -37,7 +37,7 @@ from amx_sft_moe.integrations.layouts import (
     require_weights,
 )
 from amx_sft_moe.integrations.mapped_experts import address_of, is_mapped
-from amx_sft_moe.layer import FrozenExperts
+from amx_sft_moe.layer import ExpertWeights
 
 try:
     from transformers.integrations import moe
@@ -58,7 +58,7 @@ _names: weakref.WeakKeyDictionary[nn.Module, str] = weakref.WeakKeyDictionary()
 class _Layer:
     """An experts module as the operator runs it, and what that was made from."""
 
-    experts: FrozenExperts
+    experts: ExpertWeights
     layout: Layout
     activation: str | Mapping[str, Any]
     made_from: tuple[Any, ...]
@@ -96,15 +96,16 @@ class ExpertsHook:
             layer = self._layer(module, hidden_states, top_k_index, top_k_weights)
             lora = _lora_of(module, active, layer.experts.num_experts, layer.layout)
             biases = biases_of(module, layer.layout)
+            weights = _trained_weights_of(module, layer.layout)
         except NotUnderstoodError as reason:
             self.warn_once(type(module).__name__, str(reason))
             return _by_default(module, active, hidden_states, top_k_index, top_k_weights)
         device = hidden_states.device
         if device.type == "cpu":
-            return sft_moe(layer.experts, hidden_states, top_k_index, top_k_weights, lora, biases)
+            return sft_moe(layer.experts, hidden_states, top_k_index, top_k_weights, lora, biases, weights)
         # The rest of the model is elsewhere: activations come here and go back, and so do their gradients.
         inputs = [tensor.to("cpu") for tensor in (hidden_states, top_k_index, top_k_weights)]
-        return sft_moe(layer.experts, *inputs, lora, biases).to(device)
+        return sft_moe(layer.experts, *inputs, lora, biases, weights).to(device)
 
     def _layer(
         self, module: nn.Module, x: torch.Tensor, expert_ids: torch.Tensor, routing_weights: torch.Tensor
@@ -120,8 +121,6 @@ class ExpertsHook:
         gate = gate_of(module)
         layout = layout_of(module, gate.interleaved)
         weights = {name: base_weight(module, name) for name in ("gate_up_proj", "down_proj")}
-        if torch.is_grad_enabled() and any(weight.requires_grad for weight in weights.values()):
-            raise NotUnderstoodError("base weights require a gradient, which the operator does not compute")
         if layout.biased:
             require_biases(module, layout, weights["down_proj"].shape)
         found = self._layers.get(module)
@@ -135,7 +134,7 @@ class ExpertsHook:
             lay_out_rows(type(module).__name__, layout, weights)
             views = as_operator_takes_them(layout, *weights.values())
             found = _Layer(
-                experts=FrozenExperts(
+                experts=ExpertWeights(
                     top_k=top_k,
                     **views,
                     activation=gate.activation,
@@ -183,9 +182,8 @@ class ExpertsHook:
             return _outside_of_graphs(self, module, *inputs)
         dtypes = hidden_states.dtype, top_k_weights.dtype
         extents = [tuple(map(int, tensor.shape[1:])) for tensor in inputs]
-        found = _plan(self, module, *extents, *dtypes, torch.is_grad_enabled())
-        # Weights are looked at after the plan, which may lay out their memory: graphs are guarded by strides.
-        if found is None or (torch.is_grad_enabled() and _trains_weights(module)):
+        found = _plan(self, module, *extents, *dtypes)
+        if found is None:
             return _by_default(module, adapters, *inputs)
         handle, saved, num_experts, *flags = found
         layout = Layout(*flags)
@@ -194,7 +192,9 @@ class ExpertsHook:
         except NotUnderstoodError:  # said by the eager call that follows
             return _by_default(module, adapters, *inputs)
         on_cpu = [tensor.to("cpu") for tensor in inputs]
-        y = compiled.sft_moe((handle, saved), *on_cpu, lora, biases_of(module, layout))
+        # Weights are looked at after the plan, which may lay out their memory: graphs are guarded by strides.
+        weights = _trained_weights_of(module, layout)
+        y = compiled.sft_moe((handle, saved), *on_cpu, lora, biases_of(module, layout), weights)
         return y.to(hidden_states.device)
 
     def in_graph(self, module: nn.Module, hidden: int, top_k: int) -> _LayerInGraph:
@@ -216,7 +216,7 @@ class _LayerInGraph:
         self.shape = shape
         self.layout = layout
 
-    def experts(self) -> FrozenExperts:
+    def experts(self) -> ExpertWeights:
         """The layer's base weights, where they are now."""
         module = self._module()
         name = type(module).__name__
@@ -240,15 +240,13 @@ def _plan(
     routes: tuple[int, ...],
     x_dtype: torch.dtype,
     routing_dtype: torch.dtype,
-    grad_enabled: bool,
 ) -> tuple[int, torch.dtype, int, bool, bool, bool] | None:
     """How a graph calls the layer: handle, dtype of what is saved, number of experts, parts of its layout; None
     where the default implementation runs. Asked once, while dynamo traces; extents are those after the number
     of tokens."""
     try:
         _require_inputs(hidden, ids, routes, x_dtype, routing_dtype)
-        with torch.set_grad_enabled(grad_enabled):
-            layer = hook.in_graph(module, *hidden, ids[0])
+        layer = hook.in_graph(module, *hidden, ids[0])
     except NotUnderstoodError as reason:
         hook.warn_once(type(module).__name__, str(reason))
         return None
@@ -275,9 +273,12 @@ def _require_inputs(
             raise NotUnderstoodError(f"expected {name} in bfloat16 or float32, got {dtype}")
 
 
-def _trains_weights(module: nn.Module) -> bool:
-    weights = module._parameters.get("gate_up_proj"), module._parameters.get("down_proj")
-    return any(weight is not None and weight.requires_grad for weight in weights)
+def _trained_weights_of(module: nn.Module, layout: Layout) -> dict[str, torch.Tensor] | None:
+    """The base weights of this call as inputs of autograd, where they train."""
+    gate_up, down = base_weight(module, "gate_up_proj"), base_weight(module, "down_proj")
+    if not (torch.is_grad_enabled() and (gate_up.requires_grad or down.requires_grad)):
+        return None
+    return as_operator_takes_them(layout, gate_up, down)
 
 
 def _lora_of(

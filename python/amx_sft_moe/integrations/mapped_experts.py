@@ -176,7 +176,7 @@ def as_parameter(stack: MappedStack) -> nn.Parameter:
 def weights_one_by_one(
     laid_out_otherwise: bool, gate_up: torch.Tensor, down: torch.Tensor
 ) -> dict[str, torch.Tensor | tuple[torch.Tensor, ...]]:
-    """Weights of which at least one is a stack, as :class:`amx_sft_moe.nn.FrozenExperts` takes them.
+    """Weights of which at least one is a stack, as :class:`amx_sft_moe.nn.ExpertWeights` takes them.
 
     Returns:
         ``gate_proj`` and ``up_proj``, a tuple of matrices ``[I, H]`` each, or ``gate_up_proj`` as it is; and
@@ -189,6 +189,9 @@ def weights_one_by_one(
     if laid_out_otherwise:
         stacks = [weight for weight in (gate_up, down) if isinstance(weight, MappedStack)]
         raise StateError(_refusal(stacks[0], "a transposed or interleaved layout"))
+    for weight in (gate_up, down):
+        if isinstance(weight, MappedStack) and weight.requires_grad and torch.is_grad_enabled():
+            raise StateError(_refusal(weight, "requires_grad=True"))
     weights: dict[str, Any] = {"gate_up_proj": gate_up, "down_proj": down}
     if isinstance(gate_up, MappedStack):
         rows = gate_up.shape[1]

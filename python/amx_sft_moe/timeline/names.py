@@ -14,7 +14,14 @@ PHASES_OF_GROUPS = {
     "forward_gate_up": ("gemm(gate)+gemm(up)+activation", "lora_a(down)"),
     "forward_down": ("gemm(down)",),
     "forward_sum_tokens": ("sum_tokens",),
-    "backward_down": ("D0_prepare+memset", "D1_scatter", "D2_quantize", "D3_gemm", "D4_lora_grad"),
+    "backward_down": (
+        "D0_prepare+memset",
+        "D1_scatter",
+        "D2_quantize",
+        "D3_gemm",
+        "D4_lora_grad",
+        "D5_weight_grad",
+    ),
     "backward_activation": ("silu_backward",),
     "backward_gate_up": (
         "GU0_prepare+memset",
@@ -22,6 +29,8 @@ PHASES_OF_GROUPS = {
         "GU2_requantize_for_lora",
         "lora_pass(gate)",
         "lora_pass(up)",
+        "weight_grad(gate)",
+        "weight_grad(up)",
         "GU4_sum_tokens",
     ),
     "backward_routing_weights": ("backward_routing_weights",),
@@ -33,7 +42,7 @@ PHASES = tuple(phase for phases in PHASES_OF_GROUPS.values() for phase in phases
 # Ranges that drivers of the operator put around their steps.
 DRIVER_RANGES = ("forward_only", "backward_only", "full_train_loop")
 
-_GEMM = re.compile(r"gemm|base_pass")
+_GEMM = re.compile(r"gemm|base_pass|weight_grad")
 _GROUP_OF_STEP = {**dict.fromkeys(FORWARD_GROUPS, "forward"), **dict.fromkeys(BACKWARD_GROUPS, "backward")}
 
 
@@ -43,8 +52,8 @@ def is_total(phase: str) -> bool:
 
 
 def is_gemm(phase: str) -> bool:
-    """Whether a phase is a product with the base weights; LoRA's own products are too thin to be judged by
-    the peak."""
+    """Whether a phase is a product as large as the base weights, with them or for their gradients; LoRA's own
+    products are too thin to be judged by the peak."""
     return _GEMM.search(phase) is not None
 
 

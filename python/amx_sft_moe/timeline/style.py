@@ -51,10 +51,13 @@ _PHASES = {
     "D1_scatter": "#c49c94",
     "D3_gemm": "#d62728",
     "D4_lora_grad": "#ff9896",
+    "D5_weight_grad": "#8c1d1d",
     "silu_backward": "#e377c2",
     "base_pass(gate)+base_pass(up)": "#ff7f0e",
     "lora_pass(gate)": "#ffbb78",
     "lora_pass(up)": "#e0c341",
+    "weight_grad(gate)": "#b35900",
+    "weight_grad(up)": "#7f6a00",
     "GU4_sum_tokens": "#8c564b",
     "backward_routing_weights": "#9467bd",
 }
