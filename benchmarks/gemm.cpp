@@ -97,7 +97,7 @@ double nt_seconds(Operands<Kernel>& operands, const Shape& shape, index_t m, int
 
 template <class Kernel>
 double nn_seconds(Operands<Kernel>& operands, const Shape& shape, index_t m, int threads) {
-  const index_t wide = gemm::Blocking::of_this_machine().cols_for<Kernel>(shape.out);
+  const index_t wide = gemm::Blocking::of_this_machine().cols_for<Kernel>(shape.out, m);
   const index_t per_matrix = ceil_div(shape.in, wide);
   return run<Kernel>(
       operands, threads, operands.matrices * per_matrix, [&](auto& context, float* result, index_t task) {

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import importlib
 import json
 import sys
 from collections.abc import Sequence
@@ -11,8 +12,20 @@ from amx_sft_moe.info import as_text, info
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs one command and returns its exit status."""
-    arguments = list(sys.argv[1:] if arguments is None else arguments)
+    """Runs one command and returns its exit status: 1 where it needs a package that is not installed."""
+    try:
+        return _run(list(sys.argv[1:] if arguments is None else arguments))
+    except ModuleNotFoundError as error:
+        missing = (error.name or "").partition(".")[0]
+        if missing in ("", "amx_sft_moe"):
+            raise
+        sys.stderr.write(
+            f"error: this command needs {missing}, which is not installed: pip install 'amx-sft-moe[train]'\n"
+        )
+        return 1
+
+
+def _run(arguments: list[str]) -> int:
     # finetune parses its own arguments, and only it needs torch and transformers.
     if arguments[:1] == ["finetune"]:
         from amx_sft_moe.finetune.cli import main as finetune
@@ -34,11 +47,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
     commands = parser.add_subparsers(dest="command", required=True)
     show = commands.add_parser("info", help="what this build and this machine offer")
     show.add_argument("--json", action="store_true", help="as JSON instead of text")
+    show.add_argument(
+        "--with-torch",
+        action="store_true",
+        help="import torch first: then OpenMP libraries are those of training",
+    )
     commands.add_parser("finetune", help="fine-tune a Mixture-of-Experts model with LoRA", add_help=False)
     commands.add_parser("adapter", help="convert, merge, inspect, check LoRA adapters", add_help=False)
     commands.add_parser("profile", help="time one layer's step, phase by phase", add_help=False)
     commands.add_parser("timeline", help="where the time of recorded steps went", add_help=False)
     options = parser.parse_args(arguments)
+    if options.with_torch:
+        importlib.import_module("torch")
     found = info()
     sys.stdout.write((json.dumps(found, indent=2) if options.json else as_text(found)) + "\n")
     return 0

@@ -1,70 +1,124 @@
-"""What this build and this machine offer: instruction sets, the AMX permission, kernels and the one
-chosen."""
+"""What this build, this machine and this process offer, and which kernel is chosen and why: what one pastes
+into a bug report."""
 
 from __future__ import annotations
 
 import os
 import platform
+import sys
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from amx_sft_moe import _core
-from amx_sft_moe.kernels import ONEDNN, load_onednn
+from amx_sft_moe.kernels import ENVIRONMENT, ONEDNN, load_onednn
+from amx_sft_moe.system import machine, process, versions
+from amx_sft_moe.system.report import as_text
 
-_ENVIRONMENT = (
-    "AMX_SFT_MOE_KERNEL",
-    "AMX_SFT_MOE_TIMER",
-    "AMX_SFT_MOE_TIMER_FILE",
-    "AMX_SFT_MOE_TRACE",
-    "AMX_SFT_MOE_TRACE_LIMIT",
-    "OMP_NUM_THREADS",
-)
-
-
-def _cpu_name() -> str:
-    try:
-        with open("/proc/cpuinfo", encoding="utf-8") as lines:
-            for line in lines:
-                if line.startswith("model name"):
-                    return line.partition(":")[2].strip()
-    except OSError:
-        pass
-    return platform.processor() or platform.machine()
+__all__ = ["as_text", "info"]
 
 
 def info() -> dict[str, Any]:
-    """A dict for people and for bug reports; every value is plain JSON.
+    """A dict for people and for bug reports; every value is plain JSON, and none names a person or a host.
 
-    Keys: ``version``, ``cpu``, ``instruction_sets`` (with ``amx``: ``"amx"``, ``"amx (emulated)"`` or why
-    not), ``kernels`` (best first: ``name``, ``weights``, ``available``, ``why_not``), ``auto_kernel`` (per
-    weight dtype), ``num_threads``, ``nvtx``, ``compiler``, ``python`` and ``environment``.
+    Keys: ``version``, ``compiler``, ``nvtx``; ``cpu``, ``topology``, ``virtualised``, ``caches``, ``memory``,
+    ``numa_nodes``, ``huge_pages``; ``instruction_sets`` (with ``amx``: ``"amx"``, ``"amx (emulated)"`` or why
+    not), ``amx_permission`` (``"granted"``, or ``"denied: "`` or ``"not asked: "`` and why); ``kernels`` (best
+    first: ``name``, ``weights``, ``available``, ``why_not``), ``auto_kernel`` and ``auto_reason`` (per weight
+    dtype); ``num_threads``, ``threads``, ``openmp_libraries``, ``environment``; ``python``, ``system``,
+    ``packages`` (``None``: not installed), ``onednn``; ``findings``:
+    what is likely to hurt, in words.
+
+    Sizes are in bytes. Asks for the AMX permission where the CPU has AMX. torch is not imported.
     """
-    result: dict[str, Any] = {"cpu": _cpu_name(), "python": platform.python_version()}
     provider, why_not = load_onednn()
-    result.update(_core.info(provider))
+    result: dict[str, Any] = _core.info(provider)
     if provider is None:
         result["kernels"] += [
             {"name": ONEDNN, "weights": weights, "available": False, "why_not": why_not}
             for weights in ("bfloat16", "float32")
         ]
-    result["environment"] = {name: os.environ[name] for name in _ENVIRONMENT if name in os.environ}
+    result["auto_reason"] = {
+        weights: why_chosen(result["kernels"], result["instruction_sets"], weights, kernel)
+        for weights, kernel in result["auto_kernel"].items()
+    }
+    result.update(
+        cpu=machine.cpu_name(),
+        topology=machine.cpu_topology(),
+        virtualised=machine.virtualised(),
+        caches=machine.caches(),
+        memory=machine.memory(),
+        numa_nodes=machine.numa_nodes(),
+        huge_pages=machine.huge_pages(),
+        threads=process.threads(result["num_threads"]),
+        openmp_libraries=process.openmp_libraries(),
+        environment=process.environment(),
+        python=platform.python_version(),
+        system=versions.system_versions(),
+        packages=versions.package_versions(),
+        onednn=None if provider is None else sys.modules["amx_sft_moe._onednn"].onednn_version,
+    )
+    result["findings"] = findings(result)
     return result
 
 
-def as_text(found: dict[str, Any]) -> str:
-    """The dict of :func:`info` as lines for a terminal."""
-    sets = found["instruction_sets"]
-    lines = [
-        f"amx_sft_moe {found['version']} (Python {found['python']}, {found['compiler']})",
-        f"CPU: {found['cpu']}, {found['num_threads']} threads",
-        "instruction sets: " + ", ".join(name for name, have in sets.items() if have is True),
-        f"AMX: {sets['amx']}",
-        f"NVTX ranges: {'compiled in' if found['nvtx'] else 'not compiled in'}",
-        "kernels, best first:",
-    ]
-    for kernel in found["kernels"]:
-        state = "available" if kernel["available"] else f"not available: {kernel['why_not']}"
-        lines.append(f"  {kernel['name']:<14} {kernel['weights']:<9} {state}")
-    for dtype, kernel in found["auto_kernel"].items():
-        lines.append(f"kernel for {dtype} weights: {kernel}")
-    lines += [f"environment: {name}={value}" for name, value in found["environment"].items()]
-    return "\n".join(lines)
+def why_chosen(
+    kernels: Sequence[Mapping[str, Any]],
+    instruction_sets: Mapping[str, Any],
+    weights: str,
+    kernel: str,
+    variables: Mapping[str, str] | None = None,
+) -> str:
+    """In words, why ``kernel="auto"`` means ``kernel`` for these weights: the environment, or what each kernel
+    before it in the list lacks, and on which measurement it comes before the next. Empty where ``kernel`` is
+    ``"none: "`` and a reason."""
+    if _is_none(kernel):
+        return ""
+    wanted = (os.environ if variables is None else variables).get(ENVIRONMENT)
+    if wanted:
+        return f"{ENVIRONMENT}={wanted}"
+    candidates = [k for k in kernels if k["weights"] == weights]
+    place = next((i for i, k in enumerate(candidates) if k["name"] == kernel), len(candidates))
+    reasons = []
+    if weights == "bfloat16" and kernel in ("avx512", "avx512_bf16") and instruction_sets.get("avx512_bf16"):
+        slow = instruction_sets.get("slow_dpbf16")
+        reasons.append(
+            "fp32 FMA has twice the peak of VDPBF16PS on this CPU (Intel)"
+            if slow
+            else "VDPBF16PS has twice the peak of fp32 FMA on this CPU"
+        )
+    else:
+        reasons.append("the best that this CPU has for these weights")
+    reasons += [f"not {k['name']}: {k['why_not']}" for k in candidates[:place] if not k["available"]]
+    return "; ".join(reasons)
+
+
+def findings(found: Mapping[str, Any]) -> list[str]:
+    """What in the dict of :func:`info` is likely to make training slow or fail; one sentence each."""
+    result = []
+    threads = found["threads"]
+    libraries = found["openmp_libraries"]
+    if len(libraries) > 1:
+        result.append(
+            f"{len(libraries)} OpenMP libraries are loaded, and their threads wait for each other's CPUs: keep "
+            "one. LD_PRELOAD of another one, or a package that brings its own, is the usual cause"
+        )
+    if threads["openmp"] > threads["affinity"]:
+        result.append(
+            f"{threads['openmp']} OpenMP threads on the {threads['affinity']} CPUs that the process may use: "
+            "set OMP_NUM_THREADS"
+        )
+    quota = threads["cgroup_quota"]
+    if quota is not None and threads["openmp"] > quota:
+        result.append(
+            f"{threads['openmp']} OpenMP threads on a quota of {quota:g} CPUs: they are stopped when it is "
+            "used up; set OMP_NUM_THREADS"
+        )
+    if found["amx_permission"].startswith("denied"):
+        result.append("this CPU has AMX, and the operating system refused it: the AMX kernel is not used")
+    kernels = found["auto_kernel"].items()
+    return result + [f"{ENVIRONMENT} names no kernel for {weights}" for weights, k in kernels if _is_none(k)]
+
+
+def _is_none(kernel: str) -> bool:
+    # What _core.info says where the environment asks in vain, and why.
+    return kernel.startswith("none: ")

@@ -26,7 +26,10 @@ def load_onednn() -> tuple[Any, str]:
             "build the package again from source"
         )
     except ImportError as error:
-        return None, f"its module cannot be loaded: {error}"
+        return None, (
+            f"its module cannot be loaded: {error}. A wheel does not bring oneDNN along: install the version "
+            "that it was built with (Debian: libdnnl2), or build the package from source beside yours"
+        )
 
 
 def provider_of(kernel: str) -> Any:

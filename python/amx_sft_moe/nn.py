@@ -84,7 +84,7 @@ class SftMoeExperts(nn.Module):
         self.shared_lora_a = shared_lora_a
         if lora_dtype not in (torch.float32, torch.bfloat16):
             raise TypeError(f"lora_dtype: expected torch.float32 or torch.bfloat16, got {lora_dtype}")
-        self._options = {"activation": activation, "kernel": kernel, "num_threads": num_threads}
+        self._options: dict[str, Any] = {"activation": activation, "kernel": kernel, "num_threads": num_threads}
         given = dict(zip(_BASE_NAMES, (gate_up_proj, gate_proj, up_proj, down_proj), strict=True))
         for name, weight in given.items():
             self.register_parameter(name, None if weight is None else _as_parameter(name, weight))

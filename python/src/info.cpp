@@ -1,8 +1,10 @@
 #include "info.hpp"
 
 #include <algorithm>
+#include <cerrno>
 #include <cstdlib>
 #include <string>
+#include <system_error>
 
 #include "kernels.hpp"
 
@@ -58,8 +60,19 @@ py::dict instruction_sets() {
   result["amx_bf16"] = cpu.amx_bf16;
   result["amx_int8"] = cpu.amx_int8;
   result["amx_emulated"] = cpu.amx_emulated;
+  result["slow_dpbf16"] = cpu.slow_dpbf16;
   result["amx"] = !refusal.empty() ? "no: " + refusal : cpu.amx_emulated ? "amx (emulated)" : "amx";
   return result;
+}
+
+// What the operating system said when it was asked for AMX tile data: "granted", "denied: why", or "not asked"
+// where the CPU leaves nothing to ask for.
+std::string amx_permission() {
+  const CpuFeatures cpu = arch::cpu_features();
+  if (cpu.amx_emulated) return "not asked: AMX is emulated";
+  if (!cpu.amx_tile) return "not asked: no AMX on this CPU, or hidden by the operating system or a hypervisor";
+  if (arch::request_amx_permission() == 0) return "granted";
+  return "denied: " + std::generic_category().message(errno) + " (arch_prctl ARCH_REQ_XCOMP_PERM)";
 }
 
 int max_threads() {
@@ -78,6 +91,7 @@ py::dict info(py::handle provider) {
   py::dict result;
   result["version"] = AMX_SFT_MOE_VERSION_STRING;
   result["instruction_sets"] = instruction_sets();
+  result["amx_permission"] = amx_permission();
   py::list kernels;
   append_kernels(own, kernels);
   if (&loaded != &own) append_kernels(loaded, kernels);

@@ -144,6 +144,7 @@ void bind_operator(py::module_& m) {
 
 PYBIND11_MODULE(_core, m) {
   m.doc() = "Bindings of the C++ library amx_sft_moe.";
+  m.attr("__version__") = AMX_SFT_MOE_VERSION_STRING;
   register_errors();
   bind_operator(m);
   amx_sft_moe::python::bind_machine(m);

@@ -10,14 +10,21 @@
 AMX_SFT_MOE_NAMESPACE_BEGIN
 namespace arch {
 
+// These products are as fast as memory delivers, so it is asked twice. Far ahead into L2: a core waits for some ten
+// to sixteen lines at a time on their way to L1, for 48 on their way to L2. Then near, into L1.
+// gemm_nn: rows of B. gemm_nt: bytes along a row of W, and far ahead the rows that come next.
+inline constexpr index_t kFarRows = 64;
+inline constexpr index_t kNearRows = 8;
+inline constexpr index_t kNearBytes = 512;
+
 // Tiles has, with its own target attribute, for 1 <= R <= MostRows; 1 <= O <= DotOuts and 1 <= T <= DotTokens:
 //   template <int R, class S>          // C [R, cols] += A [R, k] x B [k, cols], B's columns adjacent
 //   static void rows_in_place(const float* a, index_t a_stride, const RowSource<S>& b, index_t k, index_t cols,
 //                             float* c, index_t c_stride);
 //   template <int O, int T, class S>   // C [T, O] += X [T, k] x rows^T, dot products along K
-//   static void dot(const S* const* rows, const S* const* ahead, index_t ahead_shift, const float* x,
+//   static void dot(const S* const* rows, const S* const* far, index_t far_shift, const float* x,
 //                   index_t x_stride, index_t k, float* c, index_t c_stride);
-// where of ahead[0], ahead[1], ... the elements [0, k >> ahead_shift) may be fetched.
+// where of far[0], far[1], ... the elements [0, k >> far_shift) are worth asking for.
 template <class Tiles, int MostRows, int DotOuts, int DotTokens>
 struct InPlaceProducts {
   // Rows of A in gemm_nn, tokens in gemm_nt, up to which weights are read in place.
@@ -35,16 +42,16 @@ struct InPlaceProducts {
   template <class S>
   static void dot_in_place(const RowSource<S>& w, index_t outs, const float* x, index_t x_stride,
                            index_t tokens, index_t k, float* c, index_t c_stride) {
-    const index_t ahead_shift = tokens > DotTokens ? 1 : 0;
+    const index_t far_shift = tokens > DotTokens ? 1 : 0;
     for (index_t o = 0; o < outs; o += DotOuts) {
       for (index_t t = 0; t < tokens; t += DotTokens) {
         const S* row[std::size_t{DotOuts}];
-        const S* ahead[std::size_t{DotOuts}];
+        const S* far[std::size_t{DotOuts}];
         for (index_t i = 0; i < DotOuts; ++i) {
           row[i] = w.row(std::min(o + i, outs - 1));
-          ahead[i] = w.row(std::min(o + i + DotOuts, outs - 1)) + (t > 0 ? k / 2 : 0);
+          far[i] = w.row(std::min(o + i + DotOuts, outs - 1)) + (t > 0 ? k / 2 : 0);
         }
-        dot_of<S>(outs - o, tokens - t)(row, ahead, ahead_shift, x + t * x_stride, x_stride, k,
+        dot_of<S>(outs - o, tokens - t)(row, far, far_shift, x + t * x_stride, x_stride, k,
                                         c + t * c_stride + o, c_stride);
       }
     }

@@ -1,5 +1,5 @@
 // Every block size of the operator, in one place, with its derivation. They change speed, never bits (but for
-// kTokensPerSum, which is the same everywhere).
+// kGradTokens, which is the same everywhere).
 #pragma once
 
 #include <unistd.h>
@@ -29,6 +29,8 @@ struct Blocking {
   static constexpr index_t kMinCols = 32;
   // Wider panels than this make too few tasks; reading 512 bytes of each row is enough for the prefetchers.
   static constexpr index_t kMaxCols = 256;
+  // Few rows of A, the weights read in place: longer pieces of a row come faster, C [8, 512] is a third of L1.
+  static constexpr index_t kMaxColsInPlace = 512;
   // Gradients of base weights, gemm_tn at full width. Rows of a gradient that share a task's packed x or h: packing
   // them costs a thousandth of an element a multiply-add, and a gradient still makes tens of tasks.
   static constexpr index_t kGradRowsPerTask = 512;
@@ -36,7 +38,7 @@ struct Blocking {
   static constexpr index_t kGradRows = 256;
   // Tokens that one product contracts. An expert with more sums its products in fp32, so that a task's memory has a
   // bound; the sum passes through the cache once in 512 multiply-adds. Part of the order of summation.
-  static constexpr index_t kTokensPerSum = 512;
+  static constexpr index_t kGradTokens = 512;
   // Tokens whose sums one task makes at most.
   static constexpr index_t kTokenChunk = 16;
 
@@ -57,6 +59,14 @@ struct Blocking {
   template <class Kernel>
   index_t cols_for(index_t k) const {
     return MultipliesStrips<Kernel> ? kMaxCols : resident_cols<Kernel>(k);
+  }
+  // The same for gemm_nn with so many rows of A.
+  template <class Kernel>
+  index_t cols_for(index_t k, index_t rows) const {
+    if constexpr (MultipliesInPlace<Kernel>) {
+      if (rows <= Kernel::Microkernel::kInPlaceRows) return kMaxColsInPlace;
+    }
+    return cols_for<Kernel>(k);
   }
   // Tokens of a task of gemm_nt, whose x stays in L2 while the weights pass by.
   template <class Kernel>

@@ -16,6 +16,7 @@
 #include "amx_sft_moe/arch/strips.hpp"
 #include "amx_sft_moe/gemm/operand.hpp"
 #include "amx_sft_moe/gemm/scratch.hpp"
+#include "amx_sft_moe/gemm/tokens.hpp"
 
 AMX_SFT_MOE_NAMESPACE_BEGIN
 namespace gemm {
@@ -70,10 +71,6 @@ arch::BytesAhead bytes_ahead(const arch::RowSource<S>& source, index_t row, inde
   constexpr index_t kSize = sizeof(S);
   return {reinterpret_cast<const char*>(source.row(row) + col), source.row_stride * kSize, count, cols * kSize};
 }
-
-// Some kernels have, for few rows of A, products that read B where it lies.
-template <class Kernel>
-concept MultipliesInPlace = requires { Kernel::Microkernel::kInPlaceRows; };
 
 // C [rows, cols] += A [rows, k] x B [k, cols].
 template <class Kernel>

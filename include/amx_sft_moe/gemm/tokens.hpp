@@ -14,6 +14,10 @@ namespace gemm {
 template <class Kernel>
 concept MultipliesStrips = requires { Kernel::Microkernel::kStrips; };
 
+// Some kernels have, for few rows of A, products that read B where it lies.
+template <class Kernel>
+concept MultipliesInPlace = requires { Kernel::Microkernel::kInPlaceRows; };
+
 template <class Kernel>
 constexpr index_t padded_k(index_t k) {
   return round_up(k, Kernel::Microkernel::kKUnit);

@@ -133,7 +133,7 @@ void add_down_tasks(Step<Kernel>& step, const Gradients& grads) {
   tasks.clear();
   for (const ExpertRows& expert : step.work.routing.active()) {
     add_tasks(tasks, kDownGemm, expert, gemm::Blocking::kTokensPerTask, step.intermediate,
-              step.blocking.template cols_for<Kernel>(step.hidden));
+              step.blocking.template cols_for<Kernel>(step.hidden, expert.rows));
   }
   for (const ExpertRows& expert : step.work.routing.active()) {
     const index_t cols = step.blocking.template cols_for<Kernel>(expert.rows);
@@ -303,7 +303,7 @@ void add_gate_up_tasks(Step<Kernel>& step, const Gradients& grads) {
   if (!grads.x.empty()) {
     for (const ExpertRows& expert : step.work.routing.active()) {
       add_tasks(tasks, kBasePass, expert, gemm::Blocking::kTokensPerTask, step.hidden,
-                step.blocking.template cols_for<Kernel>(2 * step.intermediate));
+                step.blocking.template cols_for<Kernel>(2 * step.intermediate, expert.rows));
     }
   }
   for (const ExpertRows& expert : step.work.routing.active()) {

@@ -21,7 +21,7 @@ namespace moe {
 // Cuts the gradient [rows, cols] of an expert's weight into tasks; row and rows of a task are the gradient's.
 template <class Kernel>
 void add_weight_tasks(Step<Kernel>& step, int kind, const ExpertRows& expert, index_t rows, index_t cols) {
-  const index_t tokens = std::min(expert.rows, gemm::Blocking::kTokensPerSum);
+  const index_t tokens = std::min(expert.rows, gemm::Blocking::kGradTokens);
   const index_t col_step = step.blocking.template cols_for<Kernel>(tokens);
   for (index_t row = 0; row < rows; row += gemm::Blocking::kGradRowsPerTask) {
     for (index_t col = 0; col < cols; col += col_step) {
@@ -63,7 +63,7 @@ MatrixView<typename Kernel::Stored> activation_columns(Step<Kernel>& step, Worke
 template <class Kernel, class Input>
 void weight_gradient(Worker<Kernel>& worker, const Task& task, const gemm::Factor& factor, Input&& input,
                      const AnyMatrix& grad, const lora::GradientMode& mode) {
-  constexpr index_t kChunk = gemm::Blocking::kTokensPerSum;
+  constexpr index_t kChunk = gemm::Blocking::kGradTokens;
   const index_t tokens = task.expert->rows;
   const bool in_chunks = tokens > kChunk;
   AnyMatrix sums;

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -97,7 +98,8 @@ class Layer:
             name=options.name,
         )
         op.set_base(self.gate_proj, self.up_proj, self.down_proj)
-        op.set_lora(**self.factors)
+        factors: dict[str, Any] = dict(self.factors)  # names the six factors and no scaling
+        op.set_lora(**factors)
         return op
 
     def gradients(self, batch: Batch) -> dict[str, torch.Tensor]:

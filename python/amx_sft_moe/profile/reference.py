@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch.nn import functional as F
@@ -11,8 +11,9 @@ from .layer import FACTORS, Batch, Layer
 
 
 def _adapted(
-    x: torch.Tensor, weight: torch.Tensor, a: torch.Tensor | None, b: torch.Tensor | None, scaling: float
+    x: torch.Tensor, weight: torch.Tensor, factors: Sequence[torch.Tensor | None], scaling: float
 ) -> torch.Tensor:
+    a, b = factors
     y = x @ weight.T
     return y if a is None or b is None else y + scaling * ((x @ a.T) @ b.T)
 
@@ -29,9 +30,9 @@ def float64_step(layer: Layer, batch: Batch) -> dict[str, torch.Tensor]:
         tokens, slots = torch.where(batch.expert_ids == expert)
         a_and_b = [factors[name][position] if factors else None for name in FACTORS]
         rows = x[tokens]
-        gate = _adapted(rows, layer.gate_proj[expert].double(), *a_and_b[0:2], layer.scaling)
-        up = _adapted(rows, layer.up_proj[expert].double(), *a_and_b[2:4], layer.scaling)
-        down = _adapted(F.silu(gate) * up, layer.down_proj[expert].double(), *a_and_b[4:6], layer.scaling)
+        gate = _adapted(rows, layer.gate_proj[expert].double(), a_and_b[0:2], layer.scaling)
+        up = _adapted(rows, layer.up_proj[expert].double(), a_and_b[2:4], layer.scaling)
+        down = _adapted(F.silu(gate) * up, layer.down_proj[expert].double(), a_and_b[4:6], layer.scaling)
         y = y.index_add(0, tokens, weights[tokens, slots, None] * down)
     inputs = {"grad_x": x, "grad_routing_weights": weights, **factors}
     grads = torch.autograd.grad(y, list(inputs.values()), batch.grad_y.double())

@@ -28,9 +28,10 @@ def _mean(passes: Sequence[dict[str, Any]], *keys: str) -> float:
     """Mean over passes of passes[n][key][key]..."""
     found = []
     for times in passes:
+        value: Any = times
         for key in keys:
-            times = times[key]
-        found.append(times)
+            value = value[key]
+        found.append(value)
     return statistics.fmean(found)
 
 

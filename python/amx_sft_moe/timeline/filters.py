@@ -25,10 +25,11 @@ def parse_window(text: str) -> tuple[int | None, int | None]:
     begin, slash, end = text.partition("/")
     if not slash or "/" in end:
         raise TimelineError(f"a time window is BEGIN/END, such as 1s/1.5s or /200ms; got {text!r}")
-    window = (parse_time(begin) if begin.strip() else None, parse_time(end) if end.strip() else None)
-    if None not in window and window[0] >= window[1]:
+    first = parse_time(begin) if begin.strip() else None
+    last = parse_time(end) if end.strip() else None
+    if first is not None and last is not None and first >= last:
         raise TimelineError(f"the time window {text!r} ends before it begins")
-    return window
+    return first, last
 
 
 def parse_threads(text: str) -> frozenset[int]:

@@ -212,17 +212,17 @@ def _phases_of_groups(ranges: pd.DataFrame, groups: pd.DataFrame, timeline: Time
     length = (groups["end_ns"] - groups["begin_ns"]).astype("float64")
     table["wall"] = table["group"].map(length) * table["busy"] / all_busy.where(all_busy > 0, 1)
     table["pass"] = table["group"].map(groups["step"])
-    columns = Columns(PHASES)
+    found = Columns(PHASES)
     per_pass = table.groupby(["pass", "name"], sort=False, observed=True)
     amounts = {amount: per_pass[amount].sum(min_count=1) for amount in ("wall", "busy", "flop", "bytes")}
     for (number, name), *values in zip(amounts["wall"].index, *amounts.values(), strict=True):
-        columns.add(number, name, *map(float, values))
+        found.add(number, name, *map(float, values))
     empty = groups[~groups.index.isin(phases["group"])]
     for number, name, begin, end in zip(
         empty["step"], empty["name"], empty["begin_ns"], empty["end_ns"], strict=True
     ):
-        columns.add(number, str(name), float(end - begin), NOT_KNOWN, NOT_KNOWN, NOT_KNOWN)
-    timeline.phases = columns.frame()
+        found.add(number, str(name), float(end - begin), NOT_KNOWN, NOT_KNOWN, NOT_KNOWN)
+    timeline.phases = found.frame()
     _waits_of_groups(groups, phases, timeline)
 
 

@@ -196,7 +196,9 @@ class Collector:
         self._indices[of] = self._indices.get(of, -1) + 1
         return self._indices[of]
 
-    def add_thread_wait(self, process: int, thread: int, group: str, busy: float, wait: float, region: float):
+    def add_thread_wait(
+        self, process: int, thread: int, group: str, busy: float, wait: float, region: float
+    ) -> None:
         """Adds one thread's part of one region to its totals."""
         sums = self.thread_waits.setdefault((process, thread, group), [0.0, 0.0, 0.0])
         for place, value in enumerate((busy, wait, region)):

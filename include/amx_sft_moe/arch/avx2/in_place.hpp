@@ -11,7 +11,8 @@ namespace arch::avx2 {
 template <std::size_t Rows, std::size_t Depth, class S>
 AMX_SFT_MOE_INLINE AMX_SFT_MOE_TARGET_AVX2 void in_place_steps(const float (&a)[Rows][Depth],
                                                                const S* const (&b)[Depth],
-                                                               const S* const (&ahead)[Depth], index_t cols,
+                                                               const S* const (&near)[Depth],
+                                                               const S* const (&far)[Depth], index_t cols,
                                                                float* c, index_t c_stride) {
   index_t j = 0;
   for (; j + 16 <= cols; j += 16) {
@@ -21,7 +22,8 @@ AMX_SFT_MOE_INLINE AMX_SFT_MOE_TARGET_AVX2 void in_place_steps(const float (&a)[
       line[d][0] = load8(b[d] + j);
       line[d][1] = load8(b[d] + j + 8);
       // Here, not row by row before the loop: a burst fills the line fill buffers and all loads wait.
-      _mm_prefetch(reinterpret_cast<const char*>(ahead[d] + j), _MM_HINT_T0);
+      _mm_prefetch(reinterpret_cast<const char*>(near[d] + j), _MM_HINT_T0);
+      _mm_prefetch(reinterpret_cast<const char*>(far[d] + j), _MM_HINT_T1);
     }
     float* to = c + j;
     AMX_SFT_MOE_UNROLL
@@ -57,32 +59,33 @@ struct InPlaceTiles {
   AMX_SFT_MOE_TARGET_AVX2 static void rows_in_place(const float* a, index_t a_stride, const RowSource<S>& b,
                                                     index_t k, index_t cols, float* c, index_t c_stride) {
     constexpr int kDepth = 4;
-    constexpr index_t kAhead = 16;  // rows of B; 8 was 0.70 instead of 0.74 of the bandwidth for 8 rows of A
     index_t kk = 0;
     for (; kk + kDepth <= k; kk += kDepth) {
       const S* row[std::size_t{kDepth}];
-      const S* ahead[std::size_t{kDepth}];
+      const S* near[std::size_t{kDepth}];
+      const S* far[std::size_t{kDepth}];
       float value[std::size_t{Rows}][std::size_t{kDepth}];
       AMX_SFT_MOE_UNROLL
       for (int d = 0; d < kDepth; ++d) {
         row[d] = b.row(kk + d);
-        ahead[d] = kk + kAhead + d < k ? b.row(kk + kAhead + d) : row[d];
+        near[d] = kk + kNearRows + d < k ? b.row(kk + kNearRows + d) : row[d];
+        far[d] = kk + kFarRows + d < k ? b.row(kk + kFarRows + d) : row[d];
       }
       AMX_SFT_MOE_UNROLL
       for (int r = 0; r < Rows; ++r) _mm_storeu_ps(value[r], _mm_loadu_ps(a + r * a_stride + kk));
-      in_place_steps(value, row, ahead, cols, c, c_stride);
+      in_place_steps(value, row, near, far, cols, c, c_stride);
     }
     for (; kk < k; ++kk) {
       const S* row[1] = {b.row(kk)};
       float value[std::size_t{Rows}][1];
       for (int r = 0; r < Rows; ++r) value[r][0] = a[r * a_stride + kk];
-      in_place_steps(value, row, row, cols, c, c_stride);
+      in_place_steps(value, row, row, row, cols, c, c_stride);
     }
   }
 
   // C [Tokens, Rows] += X [Tokens, k] x rows^T.
   template <int Rows, int Tokens, class S>
-  AMX_SFT_MOE_TARGET_AVX2 static void dot(const S* const* row, const S* const* ahead, index_t ahead_shift,
+  AMX_SFT_MOE_TARGET_AVX2 static void dot(const S* const* row, const S* const* far, index_t far_shift,
                                           const float* x, index_t x_stride, index_t k, float* c,
                                           index_t c_stride) {
     constexpr index_t kChunk = 64 / static_cast<index_t>(sizeof(S));
@@ -95,8 +98,10 @@ struct InPlaceTiles {
     index_t kk = 0;
     for (; kk + kChunk <= k; kk += kChunk) {
       AMX_SFT_MOE_UNROLL
-      for (int r = 0; r < Rows; ++r)
-        _mm_prefetch(reinterpret_cast<const char*>(ahead[r] + (kk >> ahead_shift)), _MM_HINT_T0);
+      for (int r = 0; r < Rows; ++r) {
+        _mm_prefetch(reinterpret_cast<const char*>(row[r] + kk) + kNearBytes, _MM_HINT_T0);
+        _mm_prefetch(reinterpret_cast<const char*>(far[r] + (kk >> far_shift)), _MM_HINT_T1);
+      }
       for (index_t at = kk; at < kk + kChunk; at += 8) {
         __m256 line[std::size_t{Rows}];
         AMX_SFT_MOE_UNROLL

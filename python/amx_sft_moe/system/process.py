@@ -1,0 +1,56 @@
+"""This process: the CPUs it may run on, the OpenMP libraries in it, and the environment that steers threads."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from amx_sft_moe.system.cgroups import cpu_quota
+from amx_sft_moe.system.files import ROOT, as_list, read, without_home
+
+# libgomp.so.1, libgomp-a34b3233.so.1 (of a repaired wheel), libiomp5.so, libomp.so.5, libomp140.so
+_OPENMP = re.compile(r"lib(?:gomp|iomp|omp)\d*(?:-[0-9a-f]+)?\.so[.\d]*$")
+# Own variables, those of the OpenMP libraries, of oneDNN and of libraries with threads of their own, and what
+# changes which library is loaded.
+_VARIABLES = re.compile(
+    r"AMX_SFT_MOE_\w+|(?:OMP|KMP|GOMP|MKL|OPENBLAS|DNNL|ONEDNN)_\w+|LD_PRELOAD|LD_LIBRARY_PATH|MALLOC_\w+"
+)
+
+
+def affinity() -> set[int]:
+    """The CPUs that this thread may run on."""
+    return os.sched_getaffinity(0)
+
+
+def threads(openmp_threads: int, root: Path = ROOT) -> dict[str, Any]:
+    """``openmp``: threads of a parallel region; ``affinity``: how many CPUs this thread may run on,
+    ``affinity_list``: which, as Linux writes lists; ``cgroup_quota``: CPUs' worth of time, or ``None``."""
+    cpus = affinity()
+    return {
+        "openmp": openmp_threads,
+        "affinity": len(cpus),
+        "affinity_list": as_list(cpus),
+        "cgroup_quota": cpu_quota(root),
+    }
+
+
+def openmp_libraries(root: Path = ROOT) -> list[str]:
+    """Paths of the OpenMP libraries mapped into this process, in order of address, without people's names.
+
+    More than one copy means pools of threads that wait for each other's CPUs.
+    """
+    paths: dict[str, None] = {}
+    for line in (read(root / "proc/self/maps") or "").splitlines():
+        path = line.split(maxsplit=5)[5:]
+        if path and _OPENMP.search(path[0]):
+            paths[path[0]] = None
+    return [without_home(path) for path in paths]
+
+
+def environment(variables: Mapping[str, str] | None = None) -> dict[str, str]:
+    """The variables that change what this package does, how many threads there are and what is loaded."""
+    variables = os.environ if variables is None else variables
+    return {name: without_home(variables[name]) for name in sorted(variables) if _VARIABLES.fullmatch(name)}
