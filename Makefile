@@ -19,7 +19,7 @@ SOURCES := $(shell find cmake include python pyproject.toml CMakeLists.txt -type
 # For wheels: one is built for each of these.
 WHEEL_PYTHONS ?= $(PYTHON)
 
-.PHONY: finetune test test-cpp test-python test-full test-hypothesis asan tsan fuzz matrix qemu lint types tidy coverage \
+.PHONY: finetune test test-cpp test-python test-full test-hypothesis peft-versions asan tsan fuzz matrix qemu lint types tidy coverage \
   mutation bench wheel clean help
 
 help:
@@ -31,6 +31,7 @@ help:
 	@echo "make fuzz        the C++ API called in any order; FUZZ_CALLS=1000000"
 	@echo "make matrix      a program by each compiler found, C++20 and C++23, strict warnings"
 	@echo "make qemu        one binary on emulated CPUs from SSE2 to AVX2"
+	@echo "make peft-versions  adapters and hook with PEFT 0.18 to 0.20"
 	@echo "make bench       GEMM forms and one operator step beside this machine's limits"
 	@echo "make wheel       sdist and wheels into dist/, tried without a compiler; WHEEL_PYTHONS='python3.11 python3.13'"
 	@echo "make lint        clang-format, ruff, types"
@@ -53,7 +54,20 @@ test-python: test-cpp $(VENV)/installed
 	AMX_EMULATOR_LIBRARY=$$(find $(abspath $(BUILD)) -name libamx_emulator.so | head -1) \
 	  $(BIN)/python -m pytest -q tests/python
 
-test-full: test lint tidy matrix qemu asan tsan fuzz test-hypothesis
+test-full: test lint tidy matrix qemu asan tsan fuzz test-hypothesis peft-versions
+
+# 0.19.1 loads adapters of fused experts with the transformers of its day only.
+peft-versions: $(VENV)/installed
+	for version in 0.18.1 0.19.0 0.19.1 0.20.0; do \
+	  test -d $(BUILD)/peft-$$version/peft || \
+	    $(BIN)/pip install -q --no-deps --target $(BUILD)/peft-$$version peft==$$version || exit 1; \
+	  PYTHONPATH=$(BUILD)/peft-$$version AMX_SFT_MOE_EXPECTED_PEFT=$$version $(BIN)/python -m pytest -q \
+	    tests/python/test_peft.py tests/python/test_peft_kinds.py tests/python/test_prepare.py || exit 1; \
+	done
+	test -d $(BUILD)/peft-0.19.1-of-its-day/peft || $(BIN)/pip install -q --target $(BUILD)/peft-0.19.1-of-its-day \
+	  --no-deps peft==0.19.1 transformers==5.5.4 'huggingface_hub<2' 'tokenizers<=0.23.0' httpx httpcore
+	AMX_SFT_MOE_PEFT_PATHS=$(BUILD)/peft-0.18.1:$(BUILD)/peft-0.19.1-of-its-day:$(BUILD)/peft-0.20.0 \
+	  $(BIN)/python -m pytest -q tests/python/test_adapter_peft_versions.py
 
 test-hypothesis: $(VENV)/installed
 	AMX_SFT_MOE_HYPOTHESIS=full $(BIN)/python -m pytest -q tests/python/test_hypothesis*.py
@@ -115,8 +129,8 @@ bench: $(VENV)/tools
 	$(BUILD)/benchmarks/bench_step
 
 lint: $(VENV)/tools types
-	$(BIN)/ruff check python tests benchmarks
-	$(BIN)/ruff format --check python tests benchmarks
+	$(BIN)/ruff check python tests benchmarks examples
+	$(BIN)/ruff format --check python tests benchmarks examples
 	git ls-files '*.hpp' '*.cpp' | xargs $(BIN)/clang-format --dry-run --Werror
 
 types: $(VENV)/packages
@@ -171,7 +185,7 @@ $(VENV)/packages: $(VENV)/tools pyproject.toml
 	$(BIN)/pip install -q $(TORCH)
 	$(BIN)/pip install -q $$($(BIN)/python -c "import tomllib; \
 	  e = tomllib.load(open('pyproject.toml', 'rb'))['project']['optional-dependencies']; \
-	  print(' '.join('\"%s\"' % r for r in e['train'] + e['test'] if not r.startswith('amx-sft-moe')))" | tr -d '"')
+	  print(' '.join('\"%s\"' % r for r in e['train'] + e['examples'] + e['test'] if not r.startswith('amx-sft-moe')))" | tr -d '"')
 	@touch $@
 
 # The package itself, built once for all instruction sets; built again when a source changes.

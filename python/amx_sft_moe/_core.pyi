@@ -74,6 +74,7 @@ class SftMoe:
         out: dict[str, Any],
         skip: set[str],
         bias_gradients: bool,
+        weight_gradients: bool,
         /,
     ) -> dict[str, Any]: ...
     def forward_saved(

@@ -20,7 +20,7 @@ from amx_sft_moe.adapters.fusing import split_all
 from amx_sft_moe.adapters.settings import require_plain_lora
 from amx_sft_moe.errors import ArgumentError
 from amx_sft_moe.integrations.adapters_in_use import NotUnderstoodError
-from amx_sft_moe.integrations.peft_lora import factors_of
+from amx_sft_moe.integrations.peft_lora import delta_of
 
 
 def save_per_expert(
@@ -108,8 +108,13 @@ def _adapted_experts(model: PeftModel, adapter_name: str) -> Iterator[tuple[str,
                 f"model: expected adapted parameters {PARAMETERS} of experts only, got "
                 f"{experts}.{module.parameter_name}"
             )
+        if getattr(module.get_base_layer(), "is_transposed", False):
+            raise ArgumentError(
+                f"model: {experts}.{module.parameter_name}: expected LoRA on a parameter [E, out, in], got a "
+                "transposed one [E, in, out]: its adapter has no form per expert"
+            )
         try:
-            a, b, scaling = factors_of(module, adapter_name)
+            b, a, scaling = delta_of(module, adapter_name)
         except NotUnderstoodError as reason:
             raise ArgumentError(f"model: {experts}.{module.parameter_name}: {reason}") from None
         a, b = a.detach().cpu(), b.detach().cpu()
