@@ -19,6 +19,7 @@ FAMILIES = {
     # family: layers with routed experts, what is adapted beside them
     "mixtral": (2, {"q_proj", "k_proj", "v_proj", "o_proj"}),
     "deepseek_v3": (1, {"q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj"}),
+    "qwen2_moe": (2, {"q_proj", "k_proj", "v_proj", "o_proj"}),
     "gpt_oss": (2, {"q_proj", "k_proj", "v_proj", "o_proj"}),
 }
 

@@ -28,14 +28,7 @@ from peft.tuners.lora import layer as peft_layer
 from torch import nn
 
 from amx_sft_moe.errors import StateError
-from amx_sft_moe.integrations.adapters_in_use import (
-    ActiveAdapters,
-    Delta,
-    Factors,
-    NotUnderstoodError,
-    as_factors,
-    in_use,
-)
+from amx_sft_moe.integrations.adapters_in_use import ActiveAdapters, Delta, NotUnderstoodError, active
 
 logger = logging.getLogger("amx_sft_moe")
 
@@ -74,8 +67,11 @@ def install(is_ours: Callable[[nn.Module], bool]) -> bool:
             read=lambda: [delta_of(self, name) for name in names],
             as_peft_does_it=lambda: original(self, active_adapters),
         )
-        with in_use(adapters):
+        token = active.set((*active.get(), adapters))
+        try:
             yield
+        finally:
+            active.reset(token)
         if not adapters.used:
             name = f"{type(module).__name__}.{self.parameter_name}"
             raise StateError(
@@ -106,12 +102,6 @@ def delta_of(wrapper: Any, adapter: str) -> Delta:
     if experts == 1 or getattr(wrapper, "_did_swap_in_out_features", False):
         return Delta(b, a, float(wrapper.scaling[adapter]))
     return Delta(a.transpose(1, 2), b.transpose(1, 2), float(wrapper.scaling[adapter]))
-
-
-def factors_of(wrapper: Any, adapter: str) -> Factors:
-    """The same as A ``[E, r, in]`` and B ``[E, out, r]`` of the projection, however its parameter is stored."""
-    transposed = bool(getattr(wrapper.get_base_layer(), "is_transposed", False))
-    return as_factors(delta_of(wrapper, adapter), transposed)
 
 
 def _by_expert(weight: torch.Tensor, dim: int, experts: int) -> torch.Tensor:
