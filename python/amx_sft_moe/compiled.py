@@ -20,7 +20,7 @@ import torch
 
 from amx_sft_moe import autograd
 from amx_sft_moe.errors import StateError
-from amx_sft_moe.layer import WEIGHT_NAMES, ExpertBiases, ExpertWeights
+from amx_sft_moe.layer import WEIGHT_NAMES, ExpertBiases, ExpertWeights, Weight, as_input
 
 _NUM_PARAMETERS = 14  # six factors, four biases, four base weights
 _PARAMETERS = ", ".join(f"Tensor? p{i}" for i in range(_NUM_PARAMETERS))
@@ -52,7 +52,7 @@ def handle_of(layer: Layer | ExpertWeights) -> tuple[int, torch.dtype]:
         handle = next(_next_handle)
         _handles[layer] = handle
         _layers[handle] = layer
-    return handle, _experts(handle).weights["down_proj"].dtype
+    return handle, _experts(handle).dtype
 
 
 # The same while dynamo traces: asked once, then part of the graph, which is guarded by the layer's identity.
@@ -77,14 +77,14 @@ def sft_moe(
     routing_weights: torch.Tensor,
     lora: autograd.LoraFactors,
     biases: ExpertBiases,
-    weights: Mapping[str, torch.Tensor] | None = None,
+    weights: Mapping[str, Weight] | None = None,
 ) -> torch.Tensor:
     """:func:`amx_sft_moe.nn.sft_moe` as one node of a graph, for the layer of this handle."""
     handle, saved = layer
     # Those that train are inputs; the others are the layer's affair.
-    if weights is None or not any(weight.requires_grad for weight in weights.values()):
-        weights = {}
-    in_order = [weights.get(name) for name in WEIGHT_NAMES]
+    in_order = [as_input((weights or {}).get(name)) for name in WEIGHT_NAMES]
+    if not any(weight is not None and weight.requires_grad for weight in in_order):
+        in_order = [None] * len(WEIGHT_NAMES)
     parameters = (*lora.factors, *biases.tensors(), *in_order)
     call = (handle, x, expert_ids, routing_weights, lora.shared_a, list(lora.scaling), saved, *parameters)
     if torch.is_grad_enabled() and any(

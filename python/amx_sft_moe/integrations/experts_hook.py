@@ -36,6 +36,7 @@ from amx_sft_moe.integrations.layouts import (
     require_gated,
     require_weights,
 )
+from amx_sft_moe.integrations.mapped_experts import address_of, is_mapped
 from amx_sft_moe.layer import ExpertWeights
 
 try:
@@ -68,7 +69,7 @@ def _state_of(weights: Mapping[str, torch.Tensor], top_k: int) -> tuple[Any, ...
     return top_k, *[
         part
         for weight in weights.values()
-        for part in (id(weight), weight.data_ptr(), weight.dtype, weight.stride())
+        for part in (id(weight), address_of(weight), weight.dtype, weight.stride())
     ]
 
 
@@ -305,6 +306,9 @@ _after_a_break: Any = torch.compiler.disable(_outside_of_graphs)
 
 
 def _default_implementation(module: nn.Module) -> Any:
+    if is_mapped(module):
+        # Reads expert by expert; there is no stack to give to grouped_mm.
+        return type(module).forward.__wrapped__
     # What transformers takes where nothing is asked for; "eager" is the class's own loop below its decorator.
     default = moe.ALL_EXPERTS_FUNCTIONS.get("grouped_mm")
     return default if default is not None else type(module).forward.__wrapped__
@@ -322,6 +326,17 @@ def name_layer(module: nn.Module, name: str) -> None:
     _names[module] = name
     for hook in _hooks.values():
         hook.rename(module, name)
+
+
+def why_not(module: nn.Module) -> str | None:
+    """Why the operator cannot compute what this experts module computes; ``None`` where it can. Only flags and
+    the gate are looked at: weights may be on the meta device."""
+    try:
+        require_gated(module)
+        layout_of(module, gate_of(module).interleaved)
+    except NotUnderstoodError as reason:
+        return str(reason)
+    return None
 
 
 def is_ours(module: nn.Module) -> bool:

@@ -20,6 +20,7 @@ from torch.nn import functional
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from amx_sft_moe.integrations.adapters_in_use import NotUnderstoodError
+from amx_sft_moe.integrations.mapped_experts import MappedStack, address_of
 
 _Formula = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 
@@ -151,13 +152,14 @@ class _Reads(TorchDispatchMode):
     def __init__(self, module: nn.Module) -> None:
         super().__init__()
         tensors = [*module.parameters(), *module.buffers()]
-        self._addresses = {tensor.data_ptr() for tensor in tensors if tensor.numel() > 0}
+        self._addresses = {address_of(tensor) for tensor in tensors if tensor.numel() > 0} - {0}
         self.found: str | None = None
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if torch.Tag.nondeterministic_seeded in function.tags:
             self.found = "random numbers"
-        if any(tensor.data_ptr() in self._addresses for tensor in _tensors((args, kwargs))):
+        read = list(_tensors((args, kwargs)))
+        if any(isinstance(each, MappedStack) or each.data_ptr() in self._addresses for each in read):
             self.found = "tensors of the module"
         return function(*args, **(kwargs or {}))
 

@@ -18,7 +18,8 @@ import torch
 from torch import nn
 
 from amx_sft_moe.integrations.adapters_in_use import NotUnderstoodError
-from amx_sft_moe.layer import ExpertBiases
+from amx_sft_moe.integrations.mapped_experts import MappedStack, weights_one_by_one
+from amx_sft_moe.layer import ExpertBiases, Weight
 
 logger = logging.getLogger("amx_sft_moe")
 
@@ -76,7 +77,7 @@ def layout_of(module: nn.Module, interleaved: bool) -> Layout:
 def require_weights(layout: Layout, gate_up: torch.Tensor, down: torch.Tensor, hidden: int) -> None:
     """Raises NotUnderstoodError where the operator cannot take these weights."""
     for name, weight in (("gate_up_proj", gate_up), ("down_proj", down)):
-        if type(weight) not in (torch.Tensor, nn.Parameter):
+        if type(weight) not in (torch.Tensor, nn.Parameter, MappedStack):
             raise NotUnderstoodError(f"expected {name} as a plain tensor, got {type(weight).__name__}")
         if weight.device.type != "cpu" or weight.dtype not in FLOATS:
             raise NotUnderstoodError(
@@ -142,14 +143,15 @@ def biases_of(module: nn.Module, layout: Layout) -> ExpertBiases:
     return ExpertBiases(gate_up_bias=gate_up, down_bias=down)
 
 
-def as_operator_takes_them(
-    layout: Layout, gate_up: torch.Tensor, down: torch.Tensor
-) -> dict[str, torch.Tensor]:
+def as_operator_takes_them(layout: Layout, gate_up: torch.Tensor, down: torch.Tensor) -> dict[str, Weight]:
     """Views of the weights by the operator's names: ``gate_up_proj [E, 2I, H]``, or ``gate_proj`` and
     ``up_proj [E, I, H]``; and ``down_proj [E, H, I]``. The weights themselves where nothing has to change.
 
-    Differentiable: gradients of the views arrive at the parameters in the parameters' own shape.
+    Differentiable: gradients of the views arrive at the parameters in the parameters' own shape. Mapped weights
+    are one matrix per expert and frozen.
     """
+    if isinstance(gate_up, MappedStack) or isinstance(down, MappedStack):
+        return weights_one_by_one(layout.transposed or layout.interleaved, gate_up, down)
     if layout.transposed:
         gate_up, down = gate_up.transpose(1, 2), down.transpose(1, 2)
     if not layout.interleaved:
