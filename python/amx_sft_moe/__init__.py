@@ -36,6 +36,7 @@ __all__ = [
     "get_cmake_dir",
     "get_include",
     "info",
+    "load_model",
     "nn",
     "prepare",
     "register",
@@ -58,6 +59,13 @@ def register(name: str = "amx_sft_moe", **options: Any) -> None:
     from amx_sft_moe.integrations import register as register_with_transformers
 
     register_with_transformers(name, **options)
+
+
+def load_model(directory: str | os.PathLike[str], **options: Any) -> Any:
+    """A model of a local checkpoint, its experts mapped; see :func:`amx_sft_moe.checkpoints.load_model`."""
+    from amx_sft_moe.checkpoints import load_model as load_mapped_model
+
+    return load_mapped_model(directory, **options)
 
 
 def prepare(model: Any, **options: Any) -> Any:

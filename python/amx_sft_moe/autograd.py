@@ -85,6 +85,51 @@ def _ranges(name: str, operator: _core.SftMoe) -> Any:
     return _Ranges(name, operator) if torch.autograd._profiler_enabled() else _NO_RANGES
 
 
+def run_forward(
+    experts: ExpertWeights,
+    shared_a: bool,
+    scaling: Sequence[float],
+    x: torch.Tensor,
+    expert_ids: torch.Tensor,
+    routing_weights: torch.Tensor,
+    parameters: Sequence[torch.Tensor | None],
+    save: bool,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """y and what :func:`run_backward` needs of it; ``parameters`` are six factors, four biases and
+    four base weights, of which the operator has the memory."""
+    x, routing_weights = _adjacent(x), _adjacent(routing_weights)
+    operator = experts.operator()
+    with _ranges("forward", operator):
+        core_parameters = _for_core(shared_a, scaling, parameters)
+        return operator.forward_saved(x, expert_ids, routing_weights, *core_parameters, save)
+
+
+def run_backward(
+    experts: ExpertWeights,
+    shared_a: bool,
+    scaling: Sequence[float],
+    x: torch.Tensor,
+    expert_ids: torch.Tensor,
+    routing_weights: torch.Tensor,
+    saved: torch.Tensor,
+    grad_y: torch.Tensor,
+    parameters: Sequence[torch.Tensor | None],
+    wanted: Sequence[bool],
+) -> list[torch.Tensor | None]:
+    """Gradients of x, the routing weights and the parameters, where ``wanted``."""
+    x, routing_weights, grad_y = _adjacent(x), _adjacent(routing_weights), _adjacent(grad_y)
+    operator = experts.operator()
+    with _ranges("backward", operator):
+        core_parameters = _for_core(shared_a, scaling, parameters)
+        inputs = x, expert_ids, routing_weights, saved, grad_y
+        grad_x, grad_weights, *grads = operator.backward_saved(*inputs, *core_parameters, wanted)
+        factors = zip(parameters[:_NUM_FACTORS], grads, strict=False)
+        grads[:_NUM_FACTORS] = [
+            grad if grad is None else laid_out_like(factor, grad) for factor, grad in factors
+        ]
+    return [grad_x, grad_weights, *grads]
+
+
 class _Experts(torch.autograd.Function):
     @staticmethod
     def forward(
@@ -96,11 +141,8 @@ class _Experts(torch.autograd.Function):
         routing_weights: torch.Tensor,
         *parameters: torch.Tensor | None,
     ) -> torch.Tensor:
-        operator = experts.operator()
-        with _ranges("forward", operator):
-            y, saved = operator.forward_saved(
-                x, expert_ids, routing_weights, *_for_core(lora.shared_a, lora.scaling, parameters), True
-            )
+        inputs = x, expert_ids, routing_weights
+        y, saved = run_forward(experts, lora.shared_a, lora.scaling, *inputs, parameters, save=True)
         # Only what is no tensor may hang on ctx: the rest would outlive its layer under checkpointing.
         ctx.experts = experts
         ctx.lora = (lora.shared_a, lora.scaling)
@@ -114,19 +156,9 @@ class _Experts(torch.autograd.Function):
         x, expert_ids, routing_weights, saved, *parameters = ctx.saved_tensors
         needs = ctx.needs_input_grad
         wanted = [needs[_X], needs[_ROUTING_WEIGHTS], *needs[_FACTORS:]]
-        operator = ctx.experts.operator()
-        with _ranges("backward", operator):
-            grad_x, grad_weights, *grads = operator.backward_saved(
-                x,
-                expert_ids,
-                routing_weights,
-                saved,
-                _adjacent(grad_y),
-                *_for_core(*ctx.lora, parameters),
-                wanted,
-            )
-            factors = zip(parameters[:_NUM_FACTORS], grads, strict=False)
-            grads[:_NUM_FACTORS] = [_laid_out_like(factor, grad) for factor, grad in factors]
+        grad_x, grad_weights, *grads = run_backward(
+            ctx.experts, *ctx.lora, x, expert_ids, routing_weights, saved, grad_y, parameters, wanted
+        )
         return None, None, grad_x, None, grad_weights, *grads
 
 
@@ -140,6 +172,8 @@ def _for_core(
 
 def _adjacent(tensor: torch.Tensor) -> torch.Tensor:
     # Expanded gradients (of a sum or a mean) and transposed inputs: rows may be strided, their elements not.
+    if tensor.dim() != 2:
+        return tensor
     if (tensor.stride(1) != 1 and tensor.size(1) > 1) or tensor.stride(0) < 0:
         return tensor.contiguous()
     return tensor
@@ -171,13 +205,13 @@ def _by_expert(factor: torch.Tensor | None) -> torch.Tensor | None:
     return factor.detach().permute(1, 2, 0).reshape(rows * cols, experts).t().contiguous().view(factor.shape)
 
 
-def _laid_out_like(factor: torch.Tensor | None, grad: torch.Tensor | None) -> torch.Tensor | None:
+def laid_out_like(factor: torch.Tensor, grad: torch.Tensor) -> torch.Tensor:
     """A contiguous gradient ``[E, rows, cols]`` in the order of its factor's strides, so that autograd need not
     copy it."""
-    if grad is None or not _has_expert_last(factor):
+    if grad.dim() != 3 or not _has_expert_last(factor):
         return grad
     if _has_columns_outside(factor):
-        return _laid_out_like(factor.transpose(1, 2), grad.transpose(1, 2)).transpose(1, 2)
+        return laid_out_like(factor.transpose(1, 2), grad.transpose(1, 2)).transpose(1, 2)
     experts, rows, cols = factor.shape
     return grad.reshape(experts, rows * cols).t().contiguous().view(rows, cols, experts).permute(2, 0, 1)
 
@@ -212,15 +246,17 @@ def sft_moe(
     Raises:
         ArgumentError, TypeError: an argument does not fit. StateError: the thread's workspace is in use.
     """
-    x = _adjacent(x) if x.dim() == 2 else x
-    routing_weights = _adjacent(routing_weights) if routing_weights.dim() == 2 else routing_weights
     biases = experts.biases if biases is None else biases
+    if torch.compiler.is_compiling():
+        from amx_sft_moe import compiled  # which needs this module
+
+        inputs = x, expert_ids, routing_weights
+        given = experts.weights if weights is None else weights
+        return compiled.sft_moe(compiled.in_graph(experts), *inputs, lora, biases, given)
     parameters = (*lora.factors, *biases.tensors(), *experts.inputs(weights))
     if torch.is_grad_enabled() and any(
         t is not None and t.requires_grad for t in (x, routing_weights, *parameters)
     ):
         return _Experts.apply(experts, lora, x, expert_ids, routing_weights, *parameters)
-    operator = experts.operator()
-    with _ranges("forward", operator):
-        core_parameters = _for_core(lora.shared_a, lora.scaling, parameters)
-        return operator.forward_saved(x, expert_ids, routing_weights, *core_parameters, False)[0]
+    inputs = x, expert_ids, routing_weights
+    return run_forward(experts, lora.shared_a, lora.scaling, *inputs, parameters, save=False)[0]

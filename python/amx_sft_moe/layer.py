@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,8 +19,31 @@ from amx_sft_moe.sft_moe import as_int, parse_activation
 # The order in which the operator has their gradients.
 WEIGHT_NAMES = ("gate_proj", "up_proj", "down_proj", "gate_up_proj")
 
+# One stacked tensor, or one matrix per expert.
+Weight = torch.Tensor | Sequence[torch.Tensor]
 
-def _memory_of(tensor: torch.Tensor) -> tuple[int, torch.dtype, tuple[int, ...], tuple[int, ...]]:
+
+def _shape_of(name: str, weight: Any) -> torch.Size:
+    """``[E, rows, cols]``; that every matrix has the first one's shape is the operator's to check."""
+    if isinstance(weight, torch.Tensor):
+        shape = weight.shape
+    elif isinstance(weight, Sequence) and weight and all(isinstance(matrix, torch.Tensor) for matrix in weight):
+        shape = torch.Size((len(weight), *weight[0].shape))
+    else:
+        raise TypeError(f"{name}: expected a torch.Tensor or one for each expert, got {type(weight).__name__}")
+    if len(shape) != 3:
+        raise ArgumentError(f"{name}: expected 3 dimensions, got shape {list(shape)}")
+    return shape
+
+
+def as_input(weight: Weight | None) -> torch.Tensor | None:
+    """A weight as autograd has it; None of one matrix per expert, which are frozen."""
+    return weight if isinstance(weight, torch.Tensor) else None
+
+
+def _memory_of(tensor: Weight) -> tuple[Any, ...]:
+    if not isinstance(tensor, torch.Tensor):
+        return tuple(map(_memory_of, tensor))
     return tensor.data_ptr(), tensor.dtype, tuple(tensor.shape), tensor.stride()
 
 
@@ -76,22 +99,24 @@ def take_times() -> list[tuple[dict[str, Any], dict[str, Any]]]:
 
 class ExpertWeights:
     """Base weights of one layer: ``gate_up_proj [E, 2I, H]`` (gate rows first) or ``gate_proj``, ``up_proj``
-    ``[E, I, H]``, and ``down_proj [E, H, I]``; CPU tensors, all bfloat16 or all float32.
+    ``[E, I, H]``, and ``down_proj [E, H, I]``; CPU tensors, all bfloat16 or all float32. Each is one stacked
+    tensor or a sequence of one matrix per expert, such as views of mapped files.
 
     The tensors are kept, not copied. A parameter whose memory moves (``.to()``, FSDP, merging) is noticed at
-    the next use.
+    the next use; the matrices of a sequence must stay in place.
 
-    Weights and ``biases`` that require a gradient receive one, those that do not are frozen.
+    Weights and ``biases`` that require a gradient receive one, those that do not are frozen. Weights as one
+    matrix per expert are always frozen.
     """
 
     def __init__(
         self,
         *,
         top_k: int,
-        down_proj: torch.Tensor,
-        gate_up_proj: torch.Tensor | None = None,
-        gate_proj: torch.Tensor | None = None,
-        up_proj: torch.Tensor | None = None,
+        down_proj: Weight,
+        gate_up_proj: Weight | None = None,
+        gate_proj: Weight | None = None,
+        up_proj: Weight | None = None,
         biases: ExpertBiases | None = None,
         activation: str | Mapping[str, Any] = "silu",
         kernel: str = "auto",
@@ -106,14 +131,18 @@ class ExpertWeights:
             "down_proj": down_proj,
         }
         self._weights = {name: weight for name, weight in given.items() if weight is not None}
+        shapes = {name: _shape_of(name, weight) for name, weight in self._weights.items()}
         for name, weight in self._weights.items():
             if not isinstance(weight, torch.Tensor):
-                raise TypeError(f"{name}: expected a torch.Tensor, got {type(weight).__name__}")
-            if weight.dim() != 3:
-                raise ArgumentError(f"{name}: expected 3 dimensions, got shape {list(weight.shape)}")
+                self._weights[name] = tuple(weight)
+                if any(matrix.requires_grad for matrix in weight):
+                    raise ArgumentError(
+                        f"{name}: expected matrices that require no gradient, as one for each expert they are "
+                        "frozen, got requires_grad=True"
+                    )
         if "down_proj" not in self._weights:
             raise TypeError("down_proj: expected a torch.Tensor, got None")
-        self.num_experts, self.hidden_size, self.intermediate_size = down_proj.shape
+        self.num_experts, self.hidden_size, self.intermediate_size = shapes["down_proj"]
         self.biases = ExpertBiases() if biases is None else biases
         if not isinstance(self.biases, ExpertBiases):
             raise TypeError(f"biases: expected ExpertBiases, got {type(biases).__name__}")
@@ -141,26 +170,35 @@ class ExpertWeights:
         """The base weights as inputs of autograd, in the order of :data:`WEIGHT_NAMES`: these, or ``weights``,
         which are views of the same memory."""
         if weights is None:
-            return tuple([self._weights.get(name) for name in WEIGHT_NAMES])
+            return tuple([as_input(self._weights.get(name)) for name in WEIGHT_NAMES])
         if weights.keys() != self._weights.keys():
             raise ArgumentError(f"weights: expected {sorted(self._weights)}, got {sorted(weights)}")
         for name, weight in weights.items():
-            if _memory_of(weight) != _memory_of(own := self._weights[name]):
+            own = self._weights[name]
+            if weight is not own and _memory_of(weight) != _memory_of(own):
                 raise ArgumentError(
                     f"weights[{name!r}]: expected the memory of the experts' {name}, {_memory_of(own)}, got "
                     f"{_memory_of(weight)} (address, dtype, shape, strides)"
                 )
-        return tuple([weights.get(name) for name in WEIGHT_NAMES])
+        return tuple([as_input(weights.get(name)) for name in WEIGHT_NAMES])
 
     @property
-    def weights(self) -> dict[str, torch.Tensor]:
+    def weights(self) -> dict[str, Weight]:
         """The base weights by name."""
         return self._weights
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of the base weights."""
+        down = self._weights["down_proj"]
+        return down.dtype if isinstance(down, torch.Tensor) else down[0].dtype
 
     def operator(self) -> _core.SftMoe:
         """The calling thread's operator, its base weights where they are now."""
         state = _of_this_thread
-        addresses = tuple([weight.data_ptr() for weight in self._weights.values()])
+        addresses = tuple(
+            [weight.data_ptr() if isinstance(weight, torch.Tensor) else 0 for weight in self._weights.values()]
+        )
         found = state.operators.get(self)
         if found is not None and found[1] == addresses and found[2] is self.name:
             return found[0]

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from amx_sft_moe import compiled
 from amx_sft_moe.autograd import LoraFactors, sft_moe
 from amx_sft_moe.errors import ArgumentError
 from amx_sft_moe.layer import ExpertBiases, ExpertWeights
@@ -167,8 +168,13 @@ class SftMoeExperts(nn.Module):
         names = _SHARED if self.shared_lora_a else _SEPARATE
         factors = tuple([None if name is None else getattr(self, name) for name in names])
         lora = LoraFactors(factors, self.shared_lora_a and self.lora_rank > 0, (self.scaling,) * 3)
-        y = sft_moe(self.experts(), x.reshape(-1, x.shape[-1]), expert_ids, routing_weights, lora)
-        return y.view(x.shape)
+        tokens = x.reshape(-1, x.shape[-1])
+        if torch.compiler.is_compiling():
+            biases = ExpertBiases(*[getattr(self, name) for name in _BIAS_NAMES])
+            weights = {name: weight for name in _BASE_NAMES if (weight := getattr(self, name)) is not None}
+            inputs = tokens, expert_ids, routing_weights
+            return compiled.sft_moe(compiled.in_graph(self), *inputs, lora, biases, weights).view(x.shape)
+        return sft_moe(self.experts(), tokens, expert_ids, routing_weights, lora).view(x.shape)
 
     def __getstate__(self) -> dict[str, Any]:
         # Copies and pickles make operators of their own: this one's views are of this module's tensors.

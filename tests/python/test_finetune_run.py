@@ -176,8 +176,8 @@ def test_the_same_seed_gives_the_same_run(own, made, tmp_path):
     ("arguments", "message"),
     [
         (["--data", "none.jsonl"], "cannot read the data file none.jsonl: No such file"),
-        (["--model", "none"], "--model none: no such folder"),
-        (["--model", "empty"], "--model empty: "),
+        (["--model", "none"], "--model none: expected the folder of a checkpoint, got no such folder"),
+        (["--model", "empty"], "--model empty/config.json: expected a configuration"),
         (["--kernel", "abacus"], "--kernel abacus .*portable"),
     ],
 )
@@ -194,7 +194,8 @@ def test_models_of_another_kind_are_refused(tmp_path):
     (tmp_path / "other" / "config.json").write_text('{"model_type": "llama"}')
     done = finetune("--model", "other", cwd=tmp_path)
     assert done.returncode == 1
-    assert "'llama' model; a 'qwen3_moe' one is needed" in done.stderr
+    assert "--model other: expected routed experts" in done.stderr
+    assert "got none in this 'llama' model" in done.stderr
 
 
 def test_an_interrupt_leaves_no_half_adapter(made, tmp_path):

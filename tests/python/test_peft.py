@@ -41,9 +41,9 @@ def reached(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     seen: list[Any] = []
     original = experts_hook.sft_moe
 
-    def counted(experts: Any, x: Any, ids: Any, weights: Any, lora: Any) -> torch.Tensor:
+    def counted(experts: Any, x: Any, ids: Any, weights: Any, lora: Any, *rest: Any) -> torch.Tensor:
         seen.append(lora)
-        return original(experts, x, ids, weights, lora)
+        return original(experts, x, ids, weights, lora, *rest)
 
     monkeypatch.setattr(experts_hook, "sft_moe", counted)
     return seen

@@ -188,4 +188,4 @@ def test_other_biases_are_left_alone(change: Any, words: str) -> None:
     hook = experts_hook._hooks[OURS]
     inputs = torch.zeros(3, 32), torch.zeros(3, 2, dtype=torch.long), torch.ones(3, 2)
     with torch.no_grad(), pytest.raises(experts_hook.NotUnderstoodError, match=words):
-        hook._experts(experts, *inputs)
+        hook._layer(experts, *inputs)

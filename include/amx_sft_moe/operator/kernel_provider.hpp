@@ -22,10 +22,12 @@ class KernelProvider {
                                           const AnyBaseWeights& weights, const LoraWeights& lora,
                                           std::shared_ptr<Workspace> workspace) const = 0;
 
-  // Only modules of the same version, build switches and compiler understand each other's objects.
+  // Only modules of the same version, build switches and compiler understand each other's objects; sizes tell two
+  // states of the sources under one version apart.
   static std::string binary_interface() {
     return concat("amx_sft_moe ", AMX_SFT_MOE_VERSION_STRING, " ", typeid(KernelProvider).name(), " ",
-                  __VERSION__);
+                  __VERSION__, " ", sizeof(Config), " ", sizeof(AnyBaseWeights), " ", sizeof(LoraWeights), " ",
+                  sizeof(Gradients), " ", sizeof(Workspace), " ", kPhaseCount);
   }
 };
 

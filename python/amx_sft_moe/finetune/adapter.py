@@ -16,6 +16,8 @@ from peft import PeftModel
 from safetensors.torch import save_file
 from transformers import PreTrainedTokenizerBase
 
+from amx_sft_moe.errors import ArgumentError
+
 from . import held_out
 from .errors import FinetuneError
 from .packing import TokenBlocks
@@ -49,13 +51,23 @@ def whole_folder(folder: Path) -> Iterator[Path]:
         shutil.rmtree(replaced, ignore_errors=True)
 
 
-def save_adapter(model: PeftModel, tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
-    """Writes the adapter in PEFT's format, a pair of factors per expert and projection, and the tokenizer."""
+def save_adapter(model: PeftModel, tokenizer: PreTrainedTokenizerBase, folder: Path) -> str:
+    """Writes the adapter in PEFT's format, a pair of factors per expert and projection, and the tokenizer.
+
+    Where that form cannot hold the adapter it is written fused, as PEFT itself does it, and the reason is
+    returned.
+    """
     from amx_sft_moe.adapters import save_per_expert
 
+    reason = ""
     with whole_folder(folder) as partial:
-        save_per_expert(model, partial)
+        try:
+            save_per_expert(model, partial)
+        except ArgumentError as error:
+            reason = str(error)
+            model.save_pretrained(partial)
         tokenizer.save_pretrained(partial)
+    return reason
 
 
 def stock_loss(

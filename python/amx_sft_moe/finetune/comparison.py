@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 
 import torch
@@ -51,9 +52,9 @@ def batches(blocks: TokenBlocks, steps: int, batch_size: int, seed: int) -> list
 
 
 class _Runner:
-    """One lane's training: its own adapter and optimiser state, on the model that the lanes share.
+    """One lane's training: its own adapter and optimiser state, on a model that lanes may share.
 
-    One model serves both, so that comparing needs no second copy of the weights; each lane's adapter is
+    Where one model serves both, comparing needs no second copy of the weights; each lane's adapter is
     copied in before its step and out after it, outside the time that is measured.
     """
 
@@ -86,33 +87,40 @@ class _Runner:
         self.lane.backward.append(self.clock.backward)
 
 
-def compare(
-    model: torch.nn.Module,
-    names: Sequence[str],
-    start: dict[str, torch.Tensor],
-    steps: Sequence[dict[str, torch.Tensor]],
-    learning_rate: float,
-) -> list[Lane]:
-    """Runs each batch of `steps` once per implementation in `names`, each lane from the adapter `start`.
-
-    The lanes take turns, and who goes first changes with every batch, so that what else the machine does
-    meets both. Adapter, mode and implementation of the model are afterwards as before.
-    """
+@contextmanager
+def _left_as_it_was(model: torch.nn.Module) -> Iterator[None]:
+    """Adapter, mode and implementation of the model are afterwards as before."""
     before = adapter_state(model)
     implementation = bare_model(model).config._experts_implementation
     was_training = model.training
     model.train()
-    runners = [_Runner(model, name, start, learning_rate) for name in names]
-    bar = tqdm(steps, desc="compare", unit="step", dynamic_ncols=True)
     try:
-        for batch in bar:
-            for runner in runners:
-                runner.step(batch)
-            runners.reverse()
+        yield
     finally:
-        bar.close()
         restore_adapter(model, before)
         bare_model(model).set_experts_implementation(implementation)
         model.train(was_training)
+
+
+def compare(
+    models: Mapping[str, torch.nn.Module],
+    start: dict[str, torch.Tensor],
+    steps: Sequence[dict[str, torch.Tensor]],
+    learning_rate: float,
+) -> list[Lane]:
+    """Runs each batch of `steps` once per implementation, each lane from the adapter `start`.
+
+    `models` has the model of each implementation, by its name; it may be one for all. The lanes take turns, and
+    who goes first changes with every batch, so that what else the machine does meets both. The models are
+    afterwards as before.
+    """
+    runners = [_Runner(model, name, start, learning_rate) for name, model in models.items()]
+    with ExitStack() as stack:
+        for model in {id(model): model for model in models.values()}.values():
+            stack.enter_context(_left_as_it_was(model))
+        for batch in stack.enter_context(tqdm(steps, desc="compare", unit="step", dynamic_ncols=True)):
+            for runner in runners:
+                runner.step(batch)
+            runners.reverse()
     by_name = {runner.lane.name: runner.lane for runner in runners}
-    return [by_name[name] for name in names]
+    return [by_name[name] for name in models]

@@ -13,6 +13,8 @@ import argparse
 import json
 import sys
 from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -45,6 +47,19 @@ def held_out_loss(model: torch.nn.Module, blocks: Mapping[str, torch.Tensor], ba
     return total / int((blocks["labels"][:, 1:] != IGNORED).sum())
 
 
+def read_config(folder: Path) -> Any:
+    """The configuration of a checkpoint, by the name of its class where transformers does not know its model
+    type (Kimi K2 is a DeepSeek-V3)."""
+    import transformers
+
+    try:
+        return transformers.AutoConfig.from_pretrained(folder, local_files_only=True)
+    except (ValueError, KeyError):
+        written = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+        kind = getattr(transformers, written["architectures"][0]).config_class
+        return kind.from_dict({name: value for name, value in written.items() if name != "model_type"})
+
+
 def main() -> None:
     """Prints {"loss": nats per token}."""
     from peft import PeftModel
@@ -61,8 +76,10 @@ def main() -> None:
     arguments = parser.parse_args()
 
     torch.set_num_threads(arguments.threads)
+    config = read_config(Path(arguments.base))
     base = AutoModelForCausalLM.from_pretrained(
         arguments.base,
+        config=config,
         dtype=getattr(torch, arguments.dtype),
         experts_implementation="grouped_mm",
         local_files_only=True,

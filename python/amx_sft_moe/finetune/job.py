@@ -47,7 +47,7 @@ def run(options: Options) -> results.Results:
         lanes = None
         if options.compare_steps:
             with say.stage("The same steps with torch's grouped_mm"):
-                lanes = stages.compare(options, adapted, batches, say)
+                lanes = stages.compare(options, base, adapted, batches, say)
         with say.stage("Where the time of a backward goes"):
             times = stages.backward_times(options, adapted, batches[0], scratch, say)
 
@@ -93,14 +93,14 @@ def _data(text: Text, base: Base, tokens: Tokens) -> results.Data:
 
 
 def _model(options: Options, adapted: Adapted) -> results.Model:
-    config = model.bare_model(adapted.model).config
+    sizes = model.expert_sizes(adapted.model)
     return results.Model(
         name="Qwen3-MoE, made and trained here" if options.model is None else str(options.model),
-        layers=config.num_hidden_layers,
-        hidden=config.hidden_size,
-        intermediate=config.moe_intermediate_size,
-        experts=config.num_experts,
-        top_k=config.num_experts_per_tok,
+        layers=model.bare_model(adapted.model).config.num_hidden_layers,
+        hidden=sizes.hidden,
+        intermediate=sizes.intermediate,
+        experts=sizes.experts,
+        top_k=sizes.top_k,
         frozen=adapted.trained.frozen,
         trained_experts=adapted.trained.experts,
         trained_attention=adapted.trained.attention,

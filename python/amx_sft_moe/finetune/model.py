@@ -10,7 +10,6 @@ import psutil
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model
 from transformers import (
-    AutoConfig,
     AutoModelForCausalLM,
     AutoTokenizer,
     PreTrainedModel,
@@ -20,12 +19,17 @@ from transformers import (
     set_seed,
 )
 
+from amx_sft_moe.checkpoints import CheckpointFiles, meta_model, read_config, routed_experts
+from amx_sft_moe.checkpoints import load_model as load_mapped
+from amx_sft_moe.errors import ArgumentError
+from amx_sft_moe.integrations.experts_hook import why_not
+from amx_sft_moe.integrations.mapped_experts import mapped_bytes
+
 from .errors import FinetuneError
 from .options import TORCH_GROUPED, ModelShape
 
 logger = logging.getLogger(__name__)
 
-ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
 EXPERTS = ("gate_up_proj", "down_proj")  # the fused parameters, [E, 2I, H] and [E, H, I]
 
 
@@ -37,6 +41,16 @@ class Trained:
     attention: int  # in adapters of attention
     frozen: int  # of the base
     layers: int  # whose experts are adapted
+
+
+@dataclass(frozen=True)
+class ExpertSizes:
+    """Of one layer's routed experts."""
+
+    experts: int
+    hidden: int
+    intermediate: int
+    top_k: int
 
 
 def make_model(
@@ -89,34 +103,47 @@ def load_tokenizer(folder: Path) -> PreTrainedTokenizerBase:
         raise FinetuneError(f"no tokenizer in {folder}: {_first_line(error)}") from error
 
 
-def load_model(folder: Path, dtype: torch.dtype, experts: str) -> PreTrainedModel:
-    """A local checkpoint in `dtype`, its experts run by `experts` (the name of an experts_implementation).
+def load_model(
+    folder: Path, dtype: torch.dtype, experts: str, cache_dir: Path | None = None
+) -> PreTrainedModel:
+    """A local checkpoint in `dtype`, its experts mapped and run by `experts` (an experts_implementation).
 
-    FinetuneError where the folder holds no model that transformers can read.
+    FinetuneError where the folder holds no model that can be used.
     """
-    _check_memory(folder, dtype)
+    _check_memory(folder)
     try:
-        model = AutoModelForCausalLM.from_pretrained(
-            folder, dtype=dtype, experts_implementation=experts, local_files_only=True
-        )
-    except (OSError, ValueError, KeyError) as error:
+        model = load_mapped(folder, dtype=dtype, experts_implementation=experts, cache_dir=cache_dir)
+    except (ArgumentError, OSError, ValueError, KeyError) as error:
         raise FinetuneError(f"cannot load a model from {folder}: {_first_line(error)}") from error
     model.config.output_router_logits = False
     return model
 
 
+def load_stacked(folder: Path, dtype: torch.dtype, experts: str) -> PreTrainedModel:
+    """The same with all experts of a layer in one tensor in memory, as transformers loads them."""
+    model = AutoModelForCausalLM.from_pretrained(
+        folder, config=read_config(folder), dtype=dtype, experts_implementation=experts, local_files_only=True
+    )
+    model.config.output_router_logits = False
+    return model
+
+
 def check_checkpoint(folder: Path) -> None:
-    """Refuses, before anything is loaded, a folder that holds no Qwen3-MoE. Raises FinetuneError."""
-    if not folder.is_dir():
-        raise FinetuneError(f"--model {folder}: no such folder")
+    """Refuses, before anything is loaded, a folder without a model whose experts the operator knows, or with
+    incomplete files. Raises FinetuneError."""
     try:
-        config = AutoConfig.from_pretrained(folder, local_files_only=True)
-    except (OSError, ValueError) as error:
-        raise FinetuneError(f"--model {folder}: {_first_line(error)}") from error
-    if config.model_type != "qwen3_moe":
-        raise FinetuneError(f"--model {folder} is a {config.model_type!r} model; a 'qwen3_moe' one is needed")
-    if not any(folder.glob("*.safetensors")):
-        raise FinetuneError(f"--model {folder} holds no *.safetensors file")
+        model = meta_model(read_config(folder), folder)
+        CheckpointFiles(folder)
+    except ArgumentError as error:
+        raise FinetuneError(f"--model {_first_line(error)}") from error
+    for path, module in routed_experts(model):
+        if reason := why_not(module):
+            raise FinetuneError(f"--model {folder}: {path}, {type(module).__name__}: {reason}")
+
+
+def mapped_gigabytes(model: torch.nn.Module) -> float:
+    """GB of experts that stay one by one in their files: what runs them has to take them so."""
+    return mapped_bytes(model) / 1e9
 
 
 def add_adapter(model: PreTrainedModel, rank: int, alpha: float, seed: int) -> PeftModel:
@@ -125,17 +152,16 @@ def add_adapter(model: PreTrainedModel, rank: int, alpha: float, seed: int) -> P
     B starts at zero, so the adapted model starts as the base. Raises FinetuneError if no routed expert is
     found, for then the run would train something else than was asked for.
     """
-    experts = [name for name, module in model.named_modules() if _has_fused_experts(module)]
+    experts = [path for path, _ in routed_experts(model)]
     if not experts:
         raise FinetuneError(
             f"no routed experts with {' and '.join(EXPERTS)} in this {model.config.model_type} model"
         )
-    leaves = {name.rpartition(".")[2] for name, _ in model.named_modules()}
     config = LoraConfig(
         task_type="CAUSAL_LM",
         r=rank,
         lora_alpha=alpha,
-        target_modules=[name for name in ATTENTION if name in leaves],
+        target_modules=attention_targets(model),
         target_parameters=sorted(
             {f"{'.'.join(name.split('.')[-2:])}.{leaf}" for name in experts for leaf in EXPERTS}
         ),
@@ -144,9 +170,34 @@ def add_adapter(model: PreTrainedModel, rank: int, alpha: float, seed: int) -> P
     return get_peft_model(model, config)
 
 
-def _has_fused_experts(module: torch.nn.Module) -> bool:
-    own = dict(module.named_parameters(recurse=False))
-    return all(name in own and own[name].dim() == 3 for name in EXPERTS)
+def attention_targets(model: PreTrainedModel) -> list[str]:
+    """Names of the Linear modules of attention, as PEFT's `target_modules` takes them.
+
+    Attention is what a decoder layer has beside the child that holds the experts (or, in a layer without routed
+    experts, the dense child of the same name). A name that other parts of the model use too is told with the
+    child's before it.
+    """
+    of_experts = {_layer_and_child(path) for path, _ in routed_experts(model)}  # ("model.layers", "mlp")
+    of_layers = {layers for layers, _ in of_experts}
+    attention: set[tuple[str, str]] = set()  # ("self_attn", "q_proj")
+    others: set[str] = set()
+    for path, module in model.named_modules():
+        if not isinstance(module, torch.nn.Linear):
+            continue
+        layers, child = _layer_and_child(path)
+        parent, leaf = f".{path}".split(".")[-2:]
+        if layers in of_layers and (layers, child) not in of_experts and child != leaf:
+            attention.add((parent, leaf))
+        else:
+            others.add(leaf)
+    return sorted({f"{parent}.{leaf}" if leaf in others else leaf for parent, leaf in attention})
+
+
+def _layer_and_child(path: str) -> tuple[str, str]:
+    """("model.layers", "self_attn") of "model.layers.3.self_attn.q_proj"; empty outside numbered layers."""
+    parts = path.split(".")
+    numbered = [index for index, part in enumerate(parts[:-1]) if part.isdigit()]
+    return (".".join(parts[: numbered[0]]), parts[numbered[0] + 1]) if numbered else ("", "")
 
 
 def bare_model(model: torch.nn.Module) -> PreTrainedModel:
@@ -156,7 +207,23 @@ def bare_model(model: torch.nn.Module) -> PreTrainedModel:
 
 def expert_modules(model: torch.nn.Module) -> list[torch.nn.Module]:
     """The experts of each layer in order, PEFT's wrappers included: a call is the whole expert part."""
-    return [layer.mlp.experts for layer in bare_model(model).model.layers if hasattr(layer.mlp, "experts")]
+    bare = bare_model(model)
+    return [bare.get_submodule(path) for path in _expert_paths(bare)]
+
+
+def _expert_paths(model: torch.nn.Module) -> list[str]:
+    """Paths of the layers' experts, of the outermost wrapper where they are adapted."""
+    return [path.replace(".base_layer", "") for path, _ in routed_experts(model)]
+
+
+def expert_sizes(model: torch.nn.Module) -> ExpertSizes:
+    """Sizes of the first layer's experts, and how many of them a token goes to."""
+    bare = bare_model(model)
+    _, module = next(iter(routed_experts(bare)))
+    experts, rows, cols = module.down_proj.shape
+    hidden, intermediate = (cols, rows) if getattr(module, "is_transposed", False) else (rows, cols)
+    top_k = next((each.top_k for each in bare.modules() if isinstance(getattr(each, "top_k", None), int)), 0)
+    return ExpertSizes(experts, hidden, intermediate, top_k)
 
 
 def trained_parameters(model: PeftModel) -> Trained:
@@ -164,14 +231,14 @@ def trained_parameters(model: PeftModel) -> Trained:
     counts = {True: 0, False: 0}
     layers = set()
     frozen = 0
+    paths = _expert_paths(model)
     for name, parameter in model.named_parameters():
         if not parameter.requires_grad:
             frozen += parameter.numel()
             continue
-        of_experts = ".experts." in name
-        counts[of_experts] += parameter.numel()
-        if of_experts:
-            layers.add(name.partition(".mlp.")[0])
+        of_layer = [path for path in paths if name.startswith(f"{path}.")]
+        counts[bool(of_layer)] += parameter.numel()
+        layers.update(of_layer)
     if not counts[True]:
         raise FinetuneError("no adapter reached the routed experts")
     return Trained(counts[True], counts[False], frozen, len(layers))
@@ -190,19 +257,22 @@ def restore_adapter(model: torch.nn.Module, state: dict[str, torch.Tensor]) -> N
             parameters[name].copy_(value)
 
 
-def room_for_a_copy(model: torch.nn.Module) -> bool:
-    """Whether memory is left for a second copy of the weights, and some more."""
+def room_for_copies(model: torch.nn.Module, copies: int = 1) -> bool:
+    """Whether memory is left for that many further copies of the weights, and some more."""
     needed = sum(parameter.numel() * parameter.element_size() for parameter in model.parameters())
-    return 1.2 * needed < psutil.virtual_memory().available
+    return (copies + 0.2) * needed < psutil.virtual_memory().available
 
 
-def _check_memory(folder: Path, dtype: torch.dtype) -> None:
-    """Warns when the weights will hardly fit; on disk they are taken to be bf16."""
-    needed = sum(file.stat().st_size for file in folder.glob("*.safetensors")) * dtype.itemsize / 2
+def _check_memory(folder: Path) -> None:
+    """Warns when the files will hardly stay in memory."""
+    needed = sum(file.stat().st_size for file in folder.glob("*.safetensors"))
     available = psutil.virtual_memory().available
     if needed > 0.9 * available:
         logger.warning(
-            "the weights need about %.1f GB, %.1f GB of memory are available", needed / 1e9, available / 1e9
+            "the weights need about %.1f GB, %.1f GB of memory are available: the rest is read from disk in "
+            "each step",
+            needed / 1e9,
+            available / 1e9,
         )
 
 

@@ -33,6 +33,7 @@ class Options:
     """One run. Every field is what will happen: nothing is filled in later."""
 
     model: Path | None = None  # a local checkpoint; None makes and trains a small model
+    cache_dir: Path | None = None  # for experts that need another layout; None: in the checkpoint's folder
     data: Path | None = None  # JSON lines; None takes the standard library's questions and answers
     output: Path = Path("finetune-output")
     rank: int = 8
@@ -124,7 +125,14 @@ def parser() -> argparse.ArgumentParser:
     group = result.add_argument_group("what is trained")
     add(
         "--model",
-        "a local Qwen3-MoE checkpoint with its tokenizer: no base training",
+        "a local checkpoint of a model with routed experts, with its tokenizer: no base training",
+        type=Path,
+        metavar="DIR",
+    )
+    add(
+        "--cache-dir",
+        "where experts that lie transposed in the checkpoint (gpt-oss) are written once as the operator reads "
+        "them (default: in the checkpoint's folder)",
         type=Path,
         metavar="DIR",
     )

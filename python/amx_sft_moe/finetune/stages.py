@@ -22,6 +22,7 @@ from .tokenizer import train_tokenizer
 from .training import Curve, train
 
 LIBRARY = "Python's standard library"
+SAME_LOSS = 0.01  # nats; bf16 in another order of sums stays far below
 
 Item = TypeVar("Item")
 
@@ -143,7 +144,9 @@ def examples_as_tokens(
 
 def train_adapter(options: Options, base: Base, tokens: Tokens, scratch: Path, say: Terminal) -> Adapted:
     """LoRA through the Trainer, the experts in our operator."""
-    bare = model.load_model(base.folder, getattr(torch, options.dtype), OURS)
+    bare = model.load_model(base.folder, getattr(torch, options.dtype), OURS, options.cache_dir)
+    if gigabytes := model.mapped_gigabytes(bare):
+        say.fact("mapped", f"{gigabytes:.3f} GB of experts, used as they lie in {base.folder}")
     adapted = model.add_adapter(bare, options.rank, options.alpha, options.seed)
     trained = model.trained_parameters(adapted)
     experts = f"{trained.experts:,} parameters on the experts of {trained.layers} layers"
@@ -170,30 +173,41 @@ def save(
 ) -> results.Adapter:
     """Writes the adapter and has stock PEFT read it back, where memory is left for a second model."""
     folder = options.output / "adapter"
-    adapter.save_adapter(adapted.model, base.tokenizer, folder)
+    if reason := adapter.save_adapter(adapted.model, base.tokenizer, folder):
+        say.fact("form", f"fused, as PEFT writes it; not per expert: {reason}")
     here = adapted.curve.held_out[-1][1]
     stock = None
-    if model.room_for_a_copy(adapted.model):
+    if model.room_for_copies(adapted.model):
         dtype = getattr(torch, options.dtype)
         stock = adapter.stock_loss(
             base.folder, folder, tokens.held_out, dtype, options.batch_size, options.threads, scratch
         )
         say.fact("held-out loss", f"{loss(here)} here, {loss(stock)} in stock PEFT on a fresh base")
+        if abs(stock - here) > SAME_LOSS:
+            say.fact("beware", "stock PEFT does not get the same model out of this adapter")
     else:
         say.fact("held-out loss", f"{loss(here)} here; not read back, memory is short for a second model")
     return results.Adapter(sum(file.stat().st_size for file in folder.glob("adapter_model*")), here, stock)
 
 
 def compare(
-    options: Options, adapted: Adapted, batches: Sequence[dict[str, torch.Tensor]], say: Terminal
+    options: Options, base: Base, adapted: Adapted, batches: Sequence[dict[str, torch.Tensor]], say: Terminal
 ) -> list[comparison.Lane] | None:
-    """The same steps with torch's grouped_mm beside ours, where memory is left for W + BA of all layers."""
-    if not model.room_for_a_copy(adapted.model):
-        say.fact("left out", "PEFT would hold a second copy of the weights, memory is short for it")
+    """The same steps with torch's grouped_mm beside ours, where memory is left for W + BA of all layers.
+
+    Experts that stay one by one in their files are stacked in memory for grouped_mm: a second model.
+    """
+    mapped = model.mapped_gigabytes(adapted.model) > 0
+    if not model.room_for_copies(adapted.model, 2 if mapped else 1):
+        copies = "stack the experts and copy them" if mapped else "hold a second copy of the weights"
+        say.fact("left out", f"PEFT with {TORCH_GROUPED} would {copies}, memory is short for it")
         return None
-    lanes = comparison.compare(
-        adapted.model, (OURS, TORCH_GROUPED), adapted.start, batches, options.learning_rate
-    )
+    other = adapted.model
+    if mapped:
+        stacked = model.load_stacked(base.folder, getattr(torch, options.dtype), TORCH_GROUPED)
+        other = model.add_adapter(stacked, options.rank, options.alpha, options.seed)
+    models = {OURS: adapted.model, TORCH_GROUPED: other}
+    lanes = comparison.compare(models, adapted.start, batches, options.learning_rate)
     for table in (report.step_loss_table(*lanes), report.step_time_table(*lanes)):
         say.table(table)
     return lanes

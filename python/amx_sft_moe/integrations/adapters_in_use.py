@@ -8,8 +8,9 @@ hold the factors. Either gives what is added to the parameter as it is stored; h
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import AbstractContextManager
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -54,6 +55,50 @@ class ActiveAdapters:
 
 
 active: ContextVar[tuple[ActiveAdapters, ...]] = ContextVar("amx_sft_moe_active_adapters", default=())
+
+
+# Attributes of experts modules: dynamo can guard a graph by those, not by a context variable. The first counts
+# the adapters in use in eager calls, of all threads; the second has those of the call that is being traced.
+_SCOPES = "_amx_sft_moe_scopes"
+_TRACED = "_amx_sft_moe_traced"
+_counting = threading.Lock()
+
+
+@contextmanager
+def in_use(adapters: ActiveAdapters) -> Iterator[None]:
+    """The time in which calls of the adapters' module find them, in this thread or this graph."""
+    if torch.compiler.is_compiling():
+        before = getattr(adapters.module, _TRACED, ())
+        setattr(adapters.module, _TRACED, (*before, adapters))
+        try:
+            yield
+        finally:
+            setattr(adapters.module, _TRACED, before)
+        return
+    _count(adapters.module, 1)
+    token = active.set((*active.get(), adapters))
+    try:
+        yield
+    finally:
+        active.reset(token)
+        _count(adapters.module, -1)
+
+
+def _count(module: nn.Module, change: int) -> None:
+    with _counting:
+        # In a list, so that it is none of the constants that a gate may depend on.
+        module.__dict__.setdefault(_SCOPES, [0])[0] += change
+
+
+def traced_on(module: nn.Module) -> list[ActiveAdapters] | None:
+    """The adapters of the call of ``module`` that dynamo traces, marked as used; None where the graph cannot
+    know them, since they came before it."""
+    found = list(getattr(module, _TRACED, ()))
+    if nn.utils.parametrize.is_parametrized(module) or getattr(module, _SCOPES, (0,))[0] > 0:
+        return None
+    for adapters in found:
+        adapters.used = True
+    return found
 
 
 def active_on(module: nn.Module) -> list[ActiveAdapters]:

@@ -5,19 +5,41 @@ from __future__ import annotations
 
 import logging
 import weakref
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
 
-from amx_sft_moe.autograd import sft_moe
-from amx_sft_moe.integrations.adapters_in_use import NotUnderstoodError, lora_of
+from amx_sft_moe import compiled
+from amx_sft_moe.autograd import LoraFactors, sft_moe
+from amx_sft_moe.errors import StateError
+from amx_sft_moe.integrations.adapters_in_use import (
+    ActiveAdapters,
+    NotUnderstoodError,
+    lora_of,
+    traced_on,
+)
 from amx_sft_moe.integrations.adapters_in_use import active_on as active_adapters_on
-from amx_sft_moe.layer import ExpertBiases, ExpertWeights
+from amx_sft_moe.integrations.gates import gate_of
+from amx_sft_moe.integrations.layouts import (
+    FLOATS,
+    Layout,
+    as_operator_takes_them,
+    base_weight,
+    biases_of,
+    lay_out_rows,
+    layout_of,
+    require_biases,
+    require_gated,
+    require_weights,
+)
+from amx_sft_moe.integrations.mapped_experts import address_of, is_mapped
+from amx_sft_moe.layer import ExpertWeights
 
 try:
-    from transformers import activations
     from transformers.integrations import moe
 except ImportError as error:
     raise ImportError(
@@ -27,32 +49,28 @@ except ImportError as error:
 
 logger = logging.getLogger("amx_sft_moe")
 
-_FLOATS = (torch.bfloat16, torch.float32)
-# What transformers' decorator sets on modules whose weights are laid out as in Qwen3-MoE.
-_FLAGS = {
-    "has_gate": True,
-    "is_transposed": False,
-    "is_concatenated": True,
-    "has_post_expert_norm": False,
-}
-# Exact types of act_fn (a subclass may compute anything) and what the operator calls them. All forms of the
-# tanh approximation are the same formula.
-_ACTIVATIONS = {nn.SiLU: "silu"} | {
-    kind: activation
-    for name, activation in (
-        ("SiLUActivation", "silu"),
-        ("GELUActivation", "gelu"),
-        ("GELUTanh", "gelu_tanh"),
-        ("NewGELUActivation", "gelu_tanh"),
-        ("FastGELUActivation", "gelu_tanh"),
-    )
-    if (kind := getattr(activations, name, None)) is not None
-}
-_DEFAULT_GATE = getattr(moe, "_default_apply_gate", None)
-
 _hooks: dict[str, ExpertsHook] = {}
 # Layers' names in dumps, by experts module.
 _names: weakref.WeakKeyDictionary[nn.Module, str] = weakref.WeakKeyDictionary()
+
+
+@dataclass(frozen=True, eq=False)
+class _Layer:
+    """An experts module as the operator runs it, and what that was made from."""
+
+    experts: ExpertWeights
+    layout: Layout
+    activation: str | Mapping[str, Any]
+    made_from: tuple[Any, ...]
+
+
+def _state_of(weights: Mapping[str, torch.Tensor], top_k: int) -> tuple[Any, ...]:
+    # Parameters are replaced, and their memory moves: .to(), FSDP, merging, a contiguous copy.
+    return top_k, *[
+        part
+        for weight in weights.values()
+        for part in (id(weight), address_of(weight), weight.dtype, weight.stride())
+    ]
 
 
 class ExpertsHook:
@@ -62,7 +80,8 @@ class ExpertsHook:
         self._kernel = kernel
         self._num_threads = num_threads
         # Keyed weakly by the experts module: what it holds dies with the model, and copies make their own.
-        self._layers: weakref.WeakKeyDictionary[nn.Module, ExpertWeights] = weakref.WeakKeyDictionary()
+        self._layers: weakref.WeakKeyDictionary[nn.Module, _Layer] = weakref.WeakKeyDictionary()
+        self._in_graphs: weakref.WeakKeyDictionary[nn.Module, _LayerInGraph] = weakref.WeakKeyDictionary()
         self._warned: set[str] = set()
 
     def __call__(
@@ -74,158 +93,222 @@ class ExpertsHook:
     ) -> torch.Tensor:
         active = active_adapters_on(module)
         try:
-            experts = self._experts(module, hidden_states, top_k_index, top_k_weights)
-            lora = lora_of(module, active, experts.num_experts, transposed=False, interleaved=False)
+            layer = self._layer(module, hidden_states, top_k_index, top_k_weights)
+            lora = _lora_of(module, active, layer.experts.num_experts, layer.layout)
+            biases = biases_of(module, layer.layout)
+            weights = _trained_weights_of(module, layer.layout)
         except NotUnderstoodError as reason:
-            self._warn_once(type(module).__name__, str(reason))
-            with ExitStack() as adapted:
-                for adapter in active:
-                    adapted.enter_context(adapter.as_peft_does_it())
-                return _default_implementation(module)(module, hidden_states, top_k_index, top_k_weights)
-        return sft_moe(experts, hidden_states, top_k_index, top_k_weights, lora)
+            self.warn_once(type(module).__name__, str(reason))
+            return _by_default(module, active, hidden_states, top_k_index, top_k_weights)
+        device = hidden_states.device
+        if device.type == "cpu":
+            return sft_moe(layer.experts, hidden_states, top_k_index, top_k_weights, lora, biases, weights)
+        # The rest of the model is elsewhere: activations come here and go back, and so do their gradients.
+        inputs = [tensor.to("cpu") for tensor in (hidden_states, top_k_index, top_k_weights)]
+        return sft_moe(layer.experts, *inputs, lora, biases, weights).to(device)
 
-    def _experts(
+    def _layer(
         self, module: nn.Module, x: torch.Tensor, expert_ids: torch.Tensor, routing_weights: torch.Tensor
-    ) -> ExpertWeights:
-        """The layer's base weights, where this call can be taken."""
-        _require_layout(module)
-        activation = _activation_of(module)
-        _require_inputs(x, expert_ids, routing_weights)
-        gate_up, down = base_weight(module, "gate_up_proj"), base_weight(module, "down_proj")
-        biases = _biases_of(module) if getattr(module, "has_bias", False) else ExpertBiases()
-        top_k = expert_ids.shape[1]
+    ) -> _Layer:
+        """The layer that takes this call; NotUnderstoodError where none can."""
+        _require_inputs(
+            *[t.shape[1:] for t in (x, expert_ids, routing_weights)], x.dtype, routing_weights.dtype
+        )
+        return self._layer_for(module, x.shape[1], expert_ids.shape[1])
+
+    def _layer_for(self, module: nn.Module, hidden: int, top_k: int) -> _Layer:
+        require_gated(module)
+        gate = gate_of(module)
+        layout = layout_of(module, gate.interleaved)
+        weights = {name: base_weight(module, name) for name in ("gate_up_proj", "down_proj")}
+        if layout.biased:
+            require_biases(module, layout, weights["down_proj"].shape)
         found = self._layers.get(module)
         if (
             found is None
-            or (found.top_k, found.activation) != (top_k, activation)
-            or found.weights["gate_up_proj"] is not gate_up
-            or found.weights["down_proj"] is not down
-            or found.biases.gate_up_bias is not biases.gate_up_bias
-            or found.biases.down_bias is not biases.down_bias
+            or found.made_from != _state_of(weights, top_k)
+            or found.layout != layout
+            or found.activation != gate.activation
         ):
-            _require_weights(gate_up, down, x.shape[1])
-            _require_biases(biases, down)
-            found = ExpertWeights(
-                top_k=top_k,
-                gate_up_proj=gate_up,
-                down_proj=down,
-                biases=biases,
-                activation=activation,
-                kernel=self._kernel,
-                num_threads=self._num_threads,
-                name=found.name if found is not None else _names.get(module, f"experts.{len(self._layers)}"),
+            require_weights(layout, *weights.values(), hidden)
+            lay_out_rows(type(module).__name__, layout, weights)
+            views = as_operator_takes_them(layout, *weights.values())
+            found = _Layer(
+                experts=ExpertWeights(
+                    top_k=top_k,
+                    **views,
+                    activation=gate.activation,
+                    kernel=self._kernel,
+                    num_threads=self._num_threads,
+                    name=self._name_of(module, found),
+                ),
+                layout=layout,
+                activation=gate.activation,
+                made_from=_state_of(weights, top_k),
             )
             self._layers[module] = found
         return found
 
+    def _name_of(self, module: nn.Module, before: _Layer | None) -> str:
+        if before is not None:
+            return before.experts.name
+        return _names.get(module, f"experts.{len(self._layers)}")
+
     def rename(self, module: nn.Module, name: str) -> None:
         """Gives the layer another name, where it has run already."""
         if (found := self._layers.get(module)) is not None:
-            found.name = name
+            found.experts.name = name
 
-    def _warn_once(self, kind: str, reason: str) -> None:
+    def warn_once(self, kind: str, reason: str) -> None:
+        """Says that the default implementation runs, and why, the first time that it is so."""
         if (message := f"{kind}: {reason}") not in self._warned:
             self._warned.add(message)
             logger.warning("%s; these experts run through transformers' default implementation", message)
 
+    def forward(
+        self,
+        module: nn.Module,
+        hidden_states: torch.Tensor,
+        top_k_index: torch.Tensor,
+        top_k_weights: torch.Tensor,
+    ) -> torch.Tensor:
+        """What transformers calls: the hook itself, and while torch.compile traces a model, one operator of its
+        graph in place of it."""
+        inputs = hidden_states, top_k_index, top_k_weights
+        if not torch.compiler.is_compiling():
+            return self(module, *inputs)
+        adapters = traced_on(module)
+        if adapters is None:
+            return _after_a_break(self, module, *inputs)
+        dtypes = hidden_states.dtype, top_k_weights.dtype
+        extents = [tuple(map(int, tensor.shape[1:])) for tensor in inputs]
+        found = _constant_plan(self, module, *extents, *dtypes)
+        if found is None:
+            return _by_default(module, adapters, *inputs)
+        handle, saved, num_experts, *flags = found
+        layout = Layout(*flags)
+        try:
+            lora = _lora_of(module, adapters, num_experts, layout)
+        except NotUnderstoodError:  # said by the eager call that follows
+            return _by_default(module, adapters, *inputs)
+        on_cpu = [tensor.to("cpu") for tensor in inputs]
+        # Weights are looked at after the plan, which may lay out their memory: graphs are guarded by strides.
+        weights = _trained_weights_of(module, layout)
+        y = compiled.sft_moe((handle, saved), *on_cpu, lora, biases_of(module, layout), weights)
+        return y.to(hidden_states.device)
 
-def base_weight(module: nn.Module, name: str) -> torch.Tensor:
-    """The parameter below whatever adapts it."""
-    weight = module._parameters.get(name)
-    if weight is None and nn.utils.parametrize.is_parametrized(module, name):
-        weight = getattr(module.parametrizations[name], "original", None)
-    if weight is None:
-        raise NotUnderstoodError(f"expected a parameter {name}, got none")
-    return weight
+    def in_graph(self, module: nn.Module, hidden: int, top_k: int) -> _LayerInGraph:
+        """What graphs that call this layer hold; NotUnderstoodError where they cannot."""
+        layout = self._layer_for(module, hidden, top_k).layout
+        found = self._in_graphs.get(module)
+        if found is None or (found.shape, found.layout) != ((hidden, top_k), layout):
+            found = _LayerInGraph(self, module, (hidden, top_k), layout)
+            self._in_graphs[module] = found
+        return found
 
 
-def _require_layout(module: nn.Module) -> None:
-    for flag, expected in _FLAGS.items():
-        if getattr(module, flag, expected) is not expected:
-            raise NotUnderstoodError(f"expected {flag}={expected}, got {getattr(module, flag)}")
-    if _DEFAULT_GATE is None or getattr(type(module), "_apply_gate", _DEFAULT_GATE) is not _DEFAULT_GATE:
-        raise NotUnderstoodError("expected the default gate, act_fn(gate) * up, got an overridden _apply_gate")
+class _LayerInGraph:
+    """A layer of a compiled graph: asks in each call what the hook asks."""
+
+    def __init__(self, hook: ExpertsHook, module: nn.Module, shape: tuple[int, int], layout: Layout) -> None:
+        self._hook = hook
+        self._module = weakref.ref(module)  # whose hook owns this object
+        self.shape = shape
+        self.layout = layout
+
+    def experts(self) -> ExpertWeights:
+        """The layer's base weights, where they are now."""
+        module = self._module()
+        name = type(module).__name__
+        if active_adapters_on(module):
+            raise StateError(f"{name}: expected no LoRA beside that of the compiled graph, got some")
+        try:
+            layer = self._hook._layer_for(module, *self.shape)
+        except NotUnderstoodError as reason:
+            raise StateError(f"{name}: changed since it was compiled: {reason}") from None
+        if layer.layout != self.layout:
+            raise StateError(f"{name}: expected {self.layout}, as it was compiled, got {layer.layout}")
+        return layer.experts
 
 
-def _activation_of(module: nn.Module) -> str:
-    act_fn = getattr(module, "act_fn", None)
-    if type(act_fn) is nn.GELU:
-        return "gelu_tanh" if act_fn.approximate == "tanh" else "gelu"
-    if act_fn is nn.functional.silu:
-        return "silu"
-    if act_fn is nn.functional.gelu:
-        return "gelu"
-    if type(act_fn) not in _ACTIVATIONS:
-        raise NotUnderstoodError(f"expected the activation SiLU or GELU, got {type(act_fn).__name__}")
-    return _ACTIVATIONS[type(act_fn)]
+def _plan(
+    hook: ExpertsHook,
+    module: nn.Module,
+    hidden: tuple[int, ...],
+    ids: tuple[int, ...],
+    routes: tuple[int, ...],
+    x_dtype: torch.dtype,
+    routing_dtype: torch.dtype,
+) -> tuple[int, torch.dtype, int, bool, bool, bool] | None:
+    """How a graph calls the layer: handle, dtype of what is saved, number of experts, parts of its layout; None
+    where the default implementation runs. Asked once, while dynamo traces; extents are those after the number
+    of tokens."""
+    try:
+        _require_inputs(hidden, ids, routes, x_dtype, routing_dtype)
+        layer = hook.in_graph(module, *hidden, ids[0])
+    except NotUnderstoodError as reason:
+        hook.warn_once(type(module).__name__, str(reason))
+        return None
+    layout = layer.layout
+    num_experts = layer.experts().num_experts
+    return *compiled.handle_of(layer), num_experts, layout.transposed, layout.interleaved, layout.biased
 
 
-def _biases_of(module: nn.Module) -> ExpertBiases:
-    found = {}
-    for name in ("gate_up_proj_bias", "down_proj_bias"):
-        # Only the plain parameter: a bias that something adapts is not what is stored.
-        found[name] = module._parameters.get(name)
-        if found[name] is None:
-            raise NotUnderstoodError(f"expected a parameter {name}, got none")
-    return ExpertBiases(gate_up_bias=found["gate_up_proj_bias"], down_bias=found["down_proj_bias"])
+_constant_plan: Any = torch.compiler.assume_constant_result(_plan)
 
 
-def _require_inputs(x: torch.Tensor, expert_ids: torch.Tensor, routing_weights: torch.Tensor) -> None:
-    if x.dim() != 2 or expert_ids.dim() != 2 or routing_weights.dim() != 2:
+def _require_inputs(
+    hidden: Sequence[int],
+    ids: Sequence[int],
+    routes: Sequence[int],
+    x_dtype: torch.dtype,
+    routing_dtype: torch.dtype,
+) -> None:
+    """Takes the extents after the number of tokens."""
+    if not len(hidden) == len(ids) == len(routes) == 1 or ids != routes:
         raise NotUnderstoodError(
             "expected hidden_states [T, H], top_k_index and top_k_weights [T, k], got "
-            f"{list(x.shape)}, {list(expert_ids.shape)} and {list(routing_weights.shape)}"
+            f"{['T', *hidden]}, {['T', *ids]} and {['T', *routes]}"
         )
-    for name, tensor in (("hidden_states", x), ("top_k_weights", routing_weights)):
-        if tensor.device.type != "cpu" or tensor.dtype not in _FLOATS:
-            raise NotUnderstoodError(
-                f"expected {name} in bfloat16 or float32 on cpu, got {tensor.dtype} on {tensor.device}"
-            )
+    for name, dtype in (("hidden_states", x_dtype), ("top_k_weights", routing_dtype)):
+        if dtype not in FLOATS:
+            raise NotUnderstoodError(f"expected {name} in bfloat16 or float32, got {dtype}")
 
 
-def _require_weights(gate_up: torch.Tensor, down: torch.Tensor, hidden: int) -> None:
-    for name, weight in (("gate_up_proj", gate_up), ("down_proj", down)):
-        if type(weight) not in (torch.Tensor, nn.Parameter):
-            raise NotUnderstoodError(f"expected {name} as a plain tensor, got {type(weight).__name__}")
-        if weight.device.type != "cpu" or weight.dtype not in _FLOATS:
-            raise NotUnderstoodError(
-                f"expected {name} in bfloat16 or float32 on cpu, got {weight.dtype} on {weight.device}"
-            )
-        if weight.dim() != 3 or weight.stride(2) != 1:
-            raise NotUnderstoodError(
-                f"expected {name} with 3 dimensions and adjacent elements in the last, got shape "
-                f"{list(weight.shape)}, strides {list(weight.stride())}"
-            )
-    if gate_up.dtype != down.dtype:
-        raise NotUnderstoodError(
-            f"expected one dtype, got gate_up_proj {gate_up.dtype} and down_proj {down.dtype}"
-        )
-    e, _, i = down.shape
-    if tuple(gate_up.shape) != (e, 2 * i, hidden) or down.shape[1] != hidden:
-        raise NotUnderstoodError(
-            f"expected gate_up_proj [E, 2I, H] and down_proj [E, H, I] with H={hidden}, got "
-            f"{list(gate_up.shape)} and {list(down.shape)}"
-        )
+def _trained_weights_of(module: nn.Module, layout: Layout) -> dict[str, torch.Tensor] | None:
+    """The base weights of this call as inputs of autograd, where they train."""
+    gate_up, down = base_weight(module, "gate_up_proj"), base_weight(module, "down_proj")
+    if not (torch.is_grad_enabled() and (gate_up.requires_grad or down.requires_grad)):
+        return None
+    return as_operator_takes_them(layout, gate_up, down)
 
 
-def _require_biases(biases: ExpertBiases, down: torch.Tensor) -> None:
-    e, h, i = down.shape
-    for name, bias, shape in (
-        ("gate_up_proj_bias", biases.gate_up_bias, (e, 2 * i)),
-        ("down_proj_bias", biases.down_bias, (e, h)),
-    ):
-        if bias is None:
-            continue
-        if type(bias) is not nn.Parameter or bias.device.type != "cpu" or bias.dtype not in _FLOATS:
-            raise NotUnderstoodError(
-                f"expected {name} as a plain parameter in bfloat16 or float32 on cpu, got a "
-                f"{type(bias).__name__} in {bias.dtype} on {bias.device}"
-            )
-        if tuple(bias.shape) != shape:
-            raise NotUnderstoodError(f"expected {name} {list(shape)}, got {list(bias.shape)}")
+def _lora_of(
+    module: nn.Module, adapters: list[ActiveAdapters], num_experts: int, layout: Layout
+) -> LoraFactors:
+    how = {"transposed": layout.transposed, "interleaved": layout.interleaved}
+    return lora_of(module, adapters, num_experts, **how)
+
+
+def _by_default(module: nn.Module, adapters: list[ActiveAdapters], *inputs: torch.Tensor) -> torch.Tensor:
+    with ExitStack() as adapted:
+        for adapter in adapters:
+            adapted.enter_context(adapter.as_peft_does_it())
+        return _default_implementation(module)(module, *inputs)
+
+
+def _outside_of_graphs(hook: ExpertsHook, module: nn.Module, *inputs: torch.Tensor) -> torch.Tensor:
+    # Where adapters came before the graph that is traced, each call knows anew which apply: it ends here.
+    return hook(module, *inputs)
+
+
+_after_a_break: Any = torch.compiler.disable(_outside_of_graphs)
 
 
 def _default_implementation(module: nn.Module) -> Any:
+    if is_mapped(module):
+        # Reads expert by expert; there is no stack to give to grouped_mm.
+        return type(module).forward.__wrapped__
     # What transformers takes where nothing is asked for; "eager" is the class's own loop below its decorator.
     default = moe.ALL_EXPERTS_FUNCTIONS.get("grouped_mm")
     return default if default is not None else type(module).forward.__wrapped__
@@ -235,8 +318,7 @@ def register(name: str, kernel: str, num_threads: int | None) -> None:
     """Puts a hook into transformers' table under ``name``."""
     hook = ExpertsHook(kernel, num_threads)
     _hooks[name] = hook
-    # A compiled model breaks its graph here: the operator works on memory, not on traced tensors.
-    moe.ALL_EXPERTS_FUNCTIONS.register(name, torch.compiler.disable(hook.__call__))
+    moe.ALL_EXPERTS_FUNCTIONS.register(name, hook.forward)
 
 
 def name_layer(module: nn.Module, name: str) -> None:
@@ -244,6 +326,17 @@ def name_layer(module: nn.Module, name: str) -> None:
     _names[module] = name
     for hook in _hooks.values():
         hook.rename(module, name)
+
+
+def why_not(module: nn.Module) -> str | None:
+    """Why the operator cannot compute what this experts module computes; ``None`` where it can. Only flags and
+    the gate are looked at: weights may be on the meta device."""
+    try:
+        require_gated(module)
+        layout_of(module, gate_of(module).interleaved)
+    except NotUnderstoodError as reason:
+        return str(reason)
+    return None
 
 
 def is_ours(module: nn.Module) -> bool:

@@ -1,0 +1,114 @@
+"""The safetensors files of a checkpoint: which tensor lies in which, and tensors as views of the maps."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+
+from amx_sft_moe.errors import ArgumentError
+
+WHOLE, INDEX = "model.safetensors", "model.safetensors.index.json"
+
+
+class CheckpointFiles:
+    """Tensors of a local checkpoint by name. Nothing is read before it is asked for.
+
+    safetensors maps a file privately: a tensor is a view of the page cache, and writing into it copies the page
+    and never reaches the file. A tensor keeps its map alive.
+
+    Args:
+        directory: holds ``model.safetensors``, or ``model.safetensors.index.json`` and its shards.
+
+    Raises:
+        ArgumentError: no such files; a shard is missing, cut off or no safetensors file; a tensor of the index
+            is not in its shard. The message names the file.
+    """
+
+    def __init__(self, directory: str | os.PathLike[str]) -> None:
+        self.directory = Path(directory)
+        self._file_of: dict[str, Path] = {}
+        self._open: dict[Path, Any] = {}
+        listed = _listed_files(self.directory)
+        for path, names in listed.items():
+            present = set(self._opened(path).keys())
+            if names is not None and (lost := sorted(names - present)):
+                raise ArgumentError(
+                    f"{path}: expected {len(names)} tensors of {INDEX}, got no {lost[0]}"
+                    + (f" and {len(lost) - 1} more" if len(lost) > 1 else "")
+                )
+            self._file_of |= dict.fromkeys(present if names is None else names, path)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._file_of)
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._file_of
+
+    def file_of(self, name: str) -> Path:
+        """The file that holds the tensor."""
+        return self._file_of[name]
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """Shape, from the file's header."""
+        return tuple(self._slice(name).get_shape())
+
+    def dtype(self, name: str) -> torch.dtype:
+        """Element type."""
+        return self._slice(name)[:0].dtype if self.shape(name) else self.tensor(name).dtype
+
+    def tensor(self, name: str) -> torch.Tensor:
+        """The tensor, a view of the mapped file."""
+        path = self._file_of[name]
+        with _named(path):
+            return self._opened(path).get_tensor(name)
+
+    def _slice(self, name: str) -> Any:
+        path = self._file_of[name]
+        with _named(path):
+            return self._opened(path).get_slice(name)
+
+    def _opened(self, path: Path) -> Any:
+        if path not in self._open:
+            with _named(path):
+                self._open[path] = safe_open(path, "pt")
+        return self._open[path]
+
+
+def _listed_files(directory: Path) -> dict[Path, set[str] | None]:
+    """Files in the order that transformers looks for them, with the tensors that the index wants there."""
+    if not directory.is_dir():
+        raise ArgumentError(f"{directory}: expected the folder of a checkpoint, got no such folder")
+    if (directory / WHOLE).is_file():
+        return {directory / WHOLE: None}
+    index = directory / INDEX
+    if not index.is_file():
+        raise ArgumentError(f"{directory}: expected {WHOLE} or {INDEX}, got neither")
+    try:
+        weight_map = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
+        listed: dict[Path, set[str]] = {}
+        for name, file in weight_map.items():
+            listed.setdefault(directory / file, set()).add(name)
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ArgumentError(f"{index}: expected JSON with a weight_map, got {error!r}") from error
+    if missing := sorted(path.name for path in listed if not path.is_file()):
+        raise ArgumentError(
+            f"{directory}: expected {len(listed)} shards by {INDEX}, got no {', '.join(missing[:3])}"
+            + (f" and {len(missing) - 3} more" if len(missing) > 3 else "")
+        )
+    return {path: listed[path] for path in sorted(listed)}
+
+
+@contextmanager
+def _named(path: Path) -> Iterator[None]:
+    """Errors of safetensors say what is wrong, not with which file."""
+    try:
+        yield
+    except (SafetensorError, OSError, RuntimeError) as error:
+        raise ArgumentError(f"{path}: expected a whole safetensors file, got: {error}") from error

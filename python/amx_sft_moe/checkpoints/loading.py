@@ -1,0 +1,246 @@
+"""Models from local checkpoints whose expert weights stay in their files, mapped into memory."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PreTrainedConfig, PreTrainedModel
+from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
+
+import amx_sft_moe
+from amx_sft_moe.checkpoints import transposed
+from amx_sft_moe.checkpoints.files import CheckpointFiles
+from amx_sft_moe.checkpoints.plan import Plan, make_plan, routed_experts
+from amx_sft_moe.errors import ArgumentError
+from amx_sft_moe.integrations.mapped_experts import (
+    MappedStack,
+    as_parameter,
+    mapped_bytes,
+    refuse_merging,
+)
+
+logger = logging.getLogger("amx_sft_moe")
+
+_FLOATS = (torch.bfloat16, torch.float32)
+
+
+def load_model(
+    directory: str | os.PathLike[str],
+    *,
+    dtype: torch.dtype | None = None,
+    experts_implementation: str = "amx_sft_moe",
+    cache_dir: str | os.PathLike[str] | None = None,
+    progress: bool = True,
+    **options: Any,
+) -> PreTrainedModel:
+    """A causal language model of a local safetensors checkpoint, its routed experts left in the mapped files.
+
+    Works for every architecture of transformers whose experts go by its ``experts_implementation``. Which
+    tensor belongs where is read from transformers' own conversion rules:
+
+    - one tensor per expert (``experts.0.gate_proj.weight``): used as they lie. The model's stacked parameters
+      are frozen and take no memory; what they can and cannot do is said at
+      :class:`amx_sft_moe.integrations.mapped_experts.MappedStack`;
+    - fused ``[E, 2I, H]``, ``[E, H, I]``: mapped as they lie, ordinary parameters;
+    - fused ``[E, in, out]`` (gpt-oss), in bf16, fp32 or mxfp4: written once, in the other orientation and in
+      bf16 where it was mxfp4, into ``cache_dir``, expert by expert with a progress bar, then mapped. An
+      interrupted conversion goes on where it was; a changed checkpoint is converted anew.
+
+    Everything else is loaded by transformers. Where a file's dtype is not the one asked for, or experts are
+    made by rules other than stacking, transformers loads them too, into memory, and a warning says why.
+
+    The model refers to the files as long as it lives: do not overwrite them.
+
+    Args:
+        directory: with ``config.json`` and ``model.safetensors`` or its index and shards.
+        dtype: torch.bfloat16 or torch.float32; ``None``: that of the experts in the files, bfloat16 for mxfp4.
+        experts_implementation: a registered name; ``"amx_sft_moe"`` is registered with default options if it is
+            not yet.
+        cache_dir: for experts in another orientation; ``None``: the folder ``amx_sft_moe-experts`` of
+            ``directory``.
+        progress: whether a one-time conversion shows a bar on standard error.
+        options: go to ``from_pretrained``, such as ``attn_implementation``.
+
+    Raises:
+        ArgumentError: no such checkpoint; a shard missing or cut off, an expert or another weight missing; an
+            architecture without routed experts; a quantisation other than mxfp4; no space for ``cache_dir``.
+    """
+    if dtype is not None and dtype not in _FLOATS:
+        raise TypeError(f"dtype: expected torch.bfloat16 or torch.float32, got {dtype}")
+    directory = Path(directory)
+    config = read_config(directory)
+    if experts_implementation == "amx_sft_moe" and experts_implementation not in ALL_EXPERTS_FUNCTIONS:
+        amx_sft_moe.register()
+    files = CheckpointFiles(directory)
+    meta = meta_model(config, directory)
+    plan = make_plan(meta, files)
+    dtype = _dtype_of(plan, files, config) if dtype is None else dtype
+    _copy_other_dtypes(plan, files, dtype)
+    for reason, parameters in _by_reason(plan.copied).items():
+        rest = f" and {len(parameters) - 1} more expert weights" if len(parameters) > 1 else ""
+        logger.warning("%s%s loaded into memory, not mapped: %s", parameters[0], rest, reason)
+    state = {name: files.tensor(name) for name in plan.others}
+    stacks = {name: _stack(files, name, parts) for name, parts in plan.stacked.items()}
+    # Stand in for the stacks while transformers loads: views of one number, which take no memory either.
+    nothing = torch.tensor(float("nan"), dtype=dtype)
+    state |= {name: nothing.expand(stack.shape) for name, stack in stacks.items()}
+    conversions = [transposed.of_transposed(files, *item) for item in plan.transposed.items()]
+    conversions += [transposed.of_mxfp4(files, name, *pair) for name, pair in plan.mxfp4.items()]
+    shapes: dict[str, tuple[int, ...]] = {}
+    shapes |= {one.parameter: (one.shape[0], one.shape[2], one.shape[1]) for one in conversions}
+    shapes |= {target: files.shape(name) for name, target in plan.others.items() if target}
+    shapes |= {name: files.shape(source) for name, source in plan.fused.items()}
+    shapes |= {name: tuple(stack.shape) for name, stack in stacks.items()}
+    _require_shapes(directory, meta, shapes)
+    state |= {name: files.tensor(source) for name, source in plan.fused.items()}
+    state |= transposed.converted(files, conversions, cache_dir, progress)
+    model = _load(type(meta), config, directory, state, dtype, experts_implementation, options)
+    for name, stack in stacks.items():
+        path, _, leaf = name.rpartition(".")
+        setattr(model.get_submodule(path), leaf, as_parameter(stack))
+    # transformers keeps there what saving turns back.
+    model._weight_conversions = [rule for rule in plan.rules if rule.was_used()]  # type: ignore[assignment]
+    if stacks:
+        refuse_merging()
+        logger.info("%.1f GB of expert weights stay in %s", mapped_bytes(model) / 1e9, directory)
+    return model
+
+
+def read_config(directory: str | os.PathLike[str]) -> PreTrainedConfig:
+    """The configuration of a local checkpoint with weights that can be used.
+
+    A ``model_type`` that transformers does not know, beside an ``architectures`` that it does (Kimi K2 is a
+    DeepSeek-V3), is read as that architecture's.
+
+    Raises:
+        ArgumentError: no readable ``config.json``, an unknown architecture, or a quantisation other than mxfp4.
+    """
+    directory = Path(directory)
+    if not directory.is_dir():
+        raise ArgumentError(f"{directory}: expected the folder of a checkpoint, got no such folder")
+    path = directory / "config.json"
+    try:
+        raw = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ArgumentError(f"{path}: expected a configuration, got: {error.strerror}") from error
+    except ValueError as error:
+        raise ArgumentError(f"{path}: expected JSON, got: {error}") from error
+    quantization = raw.get("quantization_config") or {}
+    method = quantization.get("quant_method")
+    if quantization and method != "mxfp4":
+        raise ArgumentError(
+            f"{path}: expected weights in bfloat16, float32 or mxfp4, got quant_method {method!r}; write a "
+            "bfloat16 copy first, for fp8 by from_pretrained(..., dtype=torch.bfloat16, "
+            "quantization_config=FineGrainedFP8Config(dequantize=True)) and save_pretrained"
+        )
+    try:
+        config = AutoConfig.from_pretrained(directory, local_files_only=True)
+    except (OSError, ValueError, KeyError) as error:
+        architecture = getattr(transformers, (raw.get("architectures") or [""])[0], None)
+        known = getattr(architecture, "config_class", None)
+        if known is None:
+            raise ArgumentError(
+                f"{path}: expected a model that transformers {transformers.__version__} knows, got model_type "
+                f"{raw.get('model_type')!r}: {str(error).strip().splitlines()[0]}"
+            ) from error
+        raw.pop("model_type", None)
+        raw.pop("auto_map", None)
+        config = known.from_dict(raw)
+    if quantization:
+        del config.quantization_config
+    return config
+
+
+def meta_model(config: PreTrainedConfig, directory: str | os.PathLike[str]) -> PreTrainedModel:
+    """The model without memory for its weights. ArgumentError where it has no routed experts."""
+    try:
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(config)
+    except ValueError as error:
+        raise ArgumentError(
+            f"{directory}: expected a causal language model, got {config.model_type!r}: "
+            f"{str(error).strip().splitlines()[0]}"
+        ) from error
+    if next(routed_experts(model), None) is None:
+        raise ArgumentError(
+            f"{directory}: expected routed experts (gate_up_proj and down_proj of 3 dimensions, run "
+            f"by transformers' experts_implementation), got none in this {config.model_type!r} model"
+        )
+    return model
+
+
+def _dtype_of(plan: Plan, files: CheckpointFiles, config: PreTrainedConfig) -> torch.dtype:
+    for parameter in (*plan.stacked, *plan.fused, *plan.transposed):
+        found = files.dtype(plan.names(parameter)[0])
+        return found if found in _FLOATS else torch.bfloat16
+    return config.dtype if config.dtype in _FLOATS else torch.bfloat16
+
+
+def _require_shapes(directory: Path, meta: PreTrainedModel, shapes: dict[str, tuple[int, ...]]) -> None:
+    expected = {name: tuple(tensor.shape) for name, tensor in meta.state_dict().items()}
+    for name, shape in shapes.items():
+        if shape != expected.get(name, shape):
+            raise ArgumentError(
+                f"{directory}: {name}: expected {list(expected[name])} by config.json, got {list(shape)}"
+            )
+
+
+def _by_reason(copied: dict[str, str]) -> dict[str, list[str]]:
+    found: dict[str, list[str]] = {}
+    for parameter, reason in copied.items():
+        found.setdefault(reason, []).append(parameter)
+    return found
+
+
+def _copy_other_dtypes(plan: Plan, files: CheckpointFiles, dtype: torch.dtype) -> None:
+    """Leaves to transformers what it has to convert anyhow."""
+    for group in (plan.stacked, plan.fused, plan.transposed):
+        for parameter in list(group):
+            names = plan.names(parameter)
+            kinds = {files.dtype(name) for name in names}
+            if kinds != {dtype}:
+                plan.copied[parameter] = f"the files hold {', '.join(sorted(map(str, kinds)))}, not {dtype}"
+                plan.others |= dict.fromkeys(names, "")
+                del group[parameter]
+
+
+def _stack(files: CheckpointFiles, parameter: str, parts: list[list[str]]) -> MappedStack:
+    return MappedStack([[files.tensor(name) for name in part] for part in parts], parameter)
+
+
+def _load(
+    architecture: type[PreTrainedModel],
+    config: PreTrainedConfig,
+    directory: Path,
+    state: dict[str, torch.Tensor],
+    dtype: torch.dtype,
+    experts_implementation: str,
+    options: dict[str, Any],
+) -> PreTrainedModel:
+    if (directory / "generation_config.json").is_file():
+        found = GenerationConfig.from_pretrained(directory, local_files_only=True)
+        options = {"generation_config": found, **options}
+    loaded: Any = architecture.from_pretrained(
+        None,
+        config=config,
+        state_dict=state,
+        dtype=dtype,
+        experts_implementation=experts_implementation,
+        output_loading_info=True,
+        **options,
+    )
+    model, report = loaded
+    if lost := sorted(report["missing_keys"]):
+        raise ArgumentError(
+            f"{directory}: expected all weights of {architecture.__name__}, got no {lost[0]}"
+            + (f" and {len(lost) - 1} more" if len(lost) > 1 else "")
+        )
+    # What PEFT writes into an adapter as its base.
+    model.config.name_or_path = model.name_or_path = str(directory)
+    return model

@@ -1,0 +1,227 @@
+"""Experts that a checkpoint holds as ``[E, in, out]``, or packed as mxfp4, written once as ``[E, out, in]``.
+
+The operator reads rows ``[out, in]``. A file with them is made beside the checkpoint, expert by expert, and
+mapped from then on: the model's parameter is its transposed view. An interrupted conversion goes on with the
+next tensor; a changed checkpoint is noticed and converted anew.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import json
+import logging
+import os
+import shutil
+import struct
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import BinaryIO
+
+import torch
+from safetensors import SafetensorError, safe_open
+from tqdm import tqdm
+
+from amx_sft_moe.checkpoints.files import CheckpointFiles
+from amx_sft_moe.errors import ArgumentError
+
+logger = logging.getLogger("amx_sft_moe")
+
+FOLDER = "amx_sft_moe-experts"  # within the checkpoint's folder, unless the user names another
+_FORMAT = "1"  # of these files; another number makes them anew
+_NAMES = {torch.bfloat16: "BF16", torch.float32: "F32"}
+_ALIGNMENT = 64  # bytes, of the data in the file
+_RESERVE = 64 << 20  # bytes of the disk that are left alone
+
+
+@dataclass(frozen=True)
+class Conversion:
+    """One expert weight to be written: ``[E, out, in]`` of ``dtype``."""
+
+    parameter: str
+    sources: tuple[str, ...]  # names of its tensors in the checkpoint
+    shape: tuple[int, int, int]
+    dtype: torch.dtype
+    expert: Callable[[int], torch.Tensor]  # [out, in] of one expert
+
+    @property
+    def nbytes(self) -> int:
+        """Of the data."""
+        return self.shape[0] * self.shape[1] * self.shape[2] * self.dtype.itemsize
+
+
+def of_transposed(files: CheckpointFiles, parameter: str, name: str) -> Conversion:
+    """From a tensor ``[E, in, out]``."""
+    tensor = files.tensor(name)
+    if tensor.dim() != 3 or tensor.dtype not in _NAMES:
+        raise ArgumentError(
+            f"{name}: expected [E, in, out] in bfloat16 or float32, got {list(tensor.shape)} in {tensor.dtype}"
+        )
+    e, rows, cols = tensor.shape
+    return Conversion(parameter, (name,), (e, cols, rows), tensor.dtype, lambda index: tensor[index].t())
+
+
+def of_mxfp4(files: CheckpointFiles, parameter: str, blocks_name: str, scales_name: str) -> Conversion:
+    """From mxfp4 blocks ``[E, out, in / 32, 16]`` and scales ``[E, out, in / 32]``, to bfloat16: it holds
+    each of their values exactly."""
+    from transformers.integrations.mxfp4 import convert_moe_packed_tensors
+
+    blocks, scales = files.tensor(blocks_name), files.tensor(scales_name)
+    if blocks.dim() != 4 or blocks.shape[3] != 16 or tuple(scales.shape) != tuple(blocks.shape[:3]):
+        raise ArgumentError(
+            f"{blocks_name}: expected [E, out, in / 32, 16] beside scales [E, out, in / 32], got "
+            f"{list(blocks.shape)} and {list(scales.shape)}"
+        )
+    e, out, groups, width = blocks.shape
+
+    def expert(index: int) -> torch.Tensor:
+        one = slice(index, index + 1)
+        return convert_moe_packed_tensors(blocks[one], scales[one], dtype=torch.bfloat16)[0].t()
+
+    shape = (e, out, groups * width * 2)
+    return Conversion(parameter, (blocks_name, scales_name), shape, torch.bfloat16, expert)
+
+
+def converted(
+    files: CheckpointFiles,
+    conversions: list[Conversion],
+    cache_dir: str | os.PathLike[str] | None = None,
+    progress: bool = True,
+) -> dict[str, torch.Tensor]:
+    """Makes what is not there yet; returns each parameter as a view ``[E, in, out]`` of its mapped file.
+
+    Memory: one expert and the page cache. Processes that convert the same checkpoint wait for each other.
+
+    Args:
+        files: the checkpoint.
+        conversions: what is needed.
+        cache_dir: where the files are; ``None``: the folder ``amx_sft_moe-experts`` of the checkpoint.
+        progress: whether a bar on standard error shows the bytes written.
+
+    Raises:
+        ArgumentError: too little space, or a folder that cannot be written; the message names it.
+    """
+    folder = files.directory / FOLDER if cache_dir is None else Path(cache_dir)
+    prints = {path: _fingerprint(path) for one in conversions for path in map(files.file_of, one.sources)}
+    stamps = {
+        one.parameter: {
+            "format": _FORMAT,
+            "sources": json.dumps([[name, prints[files.file_of(name)]] for name in one.sources]),
+        }
+        for one in conversions
+    }
+    found = {one.parameter: _read(folder, one, stamps[one.parameter]) for one in conversions}
+    if missing := [one for one in conversions if found[one.parameter] is None]:
+        with _locked(folder):
+            # Another process may have made some while this one waited.
+            missing = [one for one in missing if _read(folder, one, stamps[one.parameter]) is None]
+            _require_space(folder, sum(one.nbytes for one in missing))
+            _write_all(folder, missing, stamps, progress)
+        found = {one.parameter: _read(folder, one, stamps[one.parameter]) for one in conversions}
+    for parameter, tensor in found.items():
+        if tensor is None:
+            raise ArgumentError(f"{_path(folder, parameter)}: expected the file just written, got another")
+    return {parameter: tensor.transpose(1, 2) for parameter, tensor in found.items() if tensor is not None}
+
+
+def _fingerprint(path: Path) -> str:
+    """Of a file's size, time and header: another download or conversion differs in at least one."""
+    status = path.stat()
+    digest = hashlib.sha256(f"{status.st_size} {status.st_mtime_ns} ".encode())
+    with path.open("rb") as file:
+        (length,) = struct.unpack("<Q", file.read(8))
+        digest.update(file.read(length))
+    return digest.hexdigest()
+
+
+def _path(folder: Path, parameter: str) -> Path:
+    return folder / f"{parameter}.safetensors"
+
+
+def _read(folder: Path, one: Conversion, stamp: Mapping[str, str]) -> torch.Tensor | None:
+    """The tensor ``[E, out, in]`` of a finished file, mapped; None where there is none, or one of another
+    checkpoint."""
+    path = _path(folder, one.parameter)
+    try:
+        with safe_open(path, "pt") as file:
+            if file.metadata() != dict(stamp):
+                return None
+            tensor = file.get_tensor(one.parameter)
+    except (OSError, SafetensorError):
+        return None
+    return tensor if tuple(tensor.shape) == one.shape and tensor.dtype == one.dtype else None
+
+
+@contextmanager
+def _locked(folder: Path) -> Iterator[None]:
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        lock = (folder / ".lock").open("w")
+    except OSError as error:
+        raise ArgumentError(
+            f"cache_dir: expected a folder that can be written, for experts in the operator's layout, got "
+            f"{folder}: {error.strerror}"
+        ) from error
+    with lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        for left in folder.glob(".*.partial"):  # of a process that was killed
+            left.unlink()
+        yield
+
+
+def _require_space(folder: Path, needed: int) -> None:
+    free = shutil.disk_usage(folder).free
+    if needed + _RESERVE > free:
+        raise ArgumentError(
+            f"cache_dir: expected {needed / 1e9:.3f} GB of free space for the operator's layout, got "
+            f"{free / 1e9:.3f} GB in {folder}"
+        )
+
+
+def _write_all(
+    folder: Path, missing: list[Conversion], stamps: Mapping[str, Mapping[str, str]], progress: bool
+) -> None:
+    total = sum(one.nbytes for one in missing)
+    logger.info("writing %d expert weights (%.1f GB) to %s", len(missing), total / 1e9, folder)
+    with tqdm(
+        total=total,
+        desc="experts, once",
+        unit="B",
+        unit_scale=True,
+        dynamic_ncols=True,
+        disable=not progress,
+    ) as bar:
+        for one in missing:
+            path = _path(folder, one.parameter)
+            partial = path.with_name(f".{path.name}.partial")
+            try:
+                with partial.open("wb") as file:
+                    _write(file, one, stamps[one.parameter], bar)
+                    file.flush()
+                    os.fsync(file.fileno())
+                partial.replace(path)
+            except OSError as error:
+                raise ArgumentError(
+                    f"cache_dir: expected room to write {path}, got: {error.strerror}"
+                ) from error
+            finally:
+                partial.unlink(missing_ok=True)
+
+
+def _write(file: BinaryIO, one: Conversion, stamp: Mapping[str, str], bar: tqdm) -> None:
+    """A safetensors file of one tensor, expert by expert: the library's writer wants the whole tensor."""
+    entry = {"dtype": _NAMES[one.dtype], "shape": list(one.shape), "data_offsets": [0, one.nbytes]}
+    header = json.dumps({"__metadata__": dict(stamp), one.parameter: entry}).encode()
+    header += b" " * (-(8 + len(header)) % _ALIGNMENT)
+    file.write(struct.pack("<Q", len(header)) + header)
+    for index in range(one.shape[0]):
+        matrix = one.expert(index).contiguous()
+        if tuple(matrix.shape) != one.shape[1:] or matrix.dtype != one.dtype:
+            raise ArgumentError(
+                f"{one.sources[0]}: expected experts {list(one.shape[1:])} {one.dtype}, got "
+                f"{list(matrix.shape)} {matrix.dtype}"
+            )
+        file.write(matrix.view(torch.uint8).numpy().data)
+        bar.update(matrix.numel() * matrix.element_size())

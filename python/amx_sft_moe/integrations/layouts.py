@@ -1,0 +1,206 @@
+"""Where an experts module of transformers keeps its weights, and the same weights as the operator reads them.
+
+Four layouts: ``gate_up_proj [E, 2I, H]`` and ``down_proj [E, H, I]``, or both transposed, ``[E, H, 2I]`` and
+``[E, I, H]``; and rows of gate before those of up, or alternating with them. The operator takes rows of any
+stride whose elements lie side by side. So alternating rows are a view, and a transposed weight is one as soon
+as its memory is laid out the other way round. :func:`lay_out_rows` does that once: the parameter stays what it
+was, with its shape and values; its strides change.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from amx_sft_moe.integrations.adapters_in_use import NotUnderstoodError
+from amx_sft_moe.integrations.mapped_experts import MappedStack, weights_one_by_one
+from amx_sft_moe.layer import ExpertBiases, Weight
+
+logger = logging.getLogger("amx_sft_moe")
+
+FLOATS = (torch.bfloat16, torch.float32)
+# Two threads that meet a new model together: one lays out its memory, the other waits.
+_laying_out = threading.Lock()
+
+
+@dataclass(frozen=True)
+class Layout:
+    """How gate, up and down lie in a module's parameters."""
+
+    transposed: bool
+    interleaved: bool
+    biased: bool
+
+
+def base_weight(module: nn.Module, name: str) -> torch.Tensor:
+    """The parameter below whatever adapts it."""
+    weight = module._parameters.get(name)
+    if weight is None and nn.utils.parametrize.is_parametrized(module, name):
+        weight = getattr(module.parametrizations[name], "original", None)
+    if weight is None:
+        raise NotUnderstoodError(f"expected a parameter {name}, got none")
+    return weight
+
+
+def require_gated(module: nn.Module) -> None:
+    """Raises NotUnderstoodError where transformers' flags tell of other steps than the operator's."""
+    for flag, expected in (("has_gate", True), ("has_post_expert_norm", False)):
+        if getattr(module, flag, expected) is not expected:
+            raise NotUnderstoodError(f"expected {flag}={expected}, got {getattr(module, flag)}")
+
+
+def layout_of(module: nn.Module, interleaved: bool) -> Layout:
+    """The layout that transformers' flags tell, where it is one that the operator takes.
+
+    Args:
+        interleaved: whether the gate takes alternating entries.
+
+    Raises:
+        NotUnderstoodError: another layout, or flags that contradict the gate.
+    """
+    if bool(getattr(module, "is_concatenated", True)) is interleaved:
+        raise NotUnderstoodError(
+            f"expected is_concatenated={not interleaved}, as the gate takes its input, got {interleaved}"
+        )
+    return Layout(
+        transposed=bool(getattr(module, "is_transposed", False)),
+        interleaved=interleaved,
+        biased=bool(getattr(module, "has_bias", False)),
+    )
+
+
+def require_weights(layout: Layout, gate_up: torch.Tensor, down: torch.Tensor, hidden: int) -> None:
+    """Raises NotUnderstoodError where the operator cannot take these weights."""
+    for name, weight in (("gate_up_proj", gate_up), ("down_proj", down)):
+        if type(weight) not in (torch.Tensor, nn.Parameter, MappedStack):
+            raise NotUnderstoodError(f"expected {name} as a plain tensor, got {type(weight).__name__}")
+        if weight.device.type != "cpu" or weight.dtype not in FLOATS:
+            raise NotUnderstoodError(
+                f"expected {name} in bfloat16 or float32 on cpu, got {weight.dtype} on {weight.device}"
+            )
+        if weight.dim() != 3 or (not layout.transposed and weight.stride(2) != 1):
+            raise NotUnderstoodError(
+                f"expected {name} with 3 dimensions and adjacent elements in the last, got shape "
+                f"{list(weight.shape)}, strides {list(weight.stride())}"
+            )
+    if gate_up.dtype != down.dtype:
+        raise NotUnderstoodError(
+            f"expected one dtype, got gate_up_proj {gate_up.dtype} and down_proj {down.dtype}"
+        )
+    e, rows, cols = gate_up.shape
+    inner = (cols if layout.transposed else rows) // 2
+    wanted = [(e, 2 * inner, hidden), (e, hidden, inner)]
+    letters = "[E, 2I, H] and down_proj [E, H, I]"
+    if layout.transposed:
+        wanted = [(e, out, into) for e, into, out in wanted]
+        letters = "[E, H, 2I] and down_proj [E, I, H]"
+    if [tuple(gate_up.shape), tuple(down.shape)] != wanted or inner == 0:
+        raise NotUnderstoodError(
+            f"expected gate_up_proj {letters} with H={hidden}, got {list(gate_up.shape)} and {list(down.shape)}"
+        )
+
+
+def _biases(module: nn.Module) -> tuple[torch.Tensor, torch.Tensor]:
+    found = []
+    for name in ("gate_up_proj_bias", "down_proj_bias"):
+        # Only the plain parameter: a bias that something adapts is not what is stored.
+        bias = module._parameters.get(name)
+        if bias is None:
+            raise NotUnderstoodError(f"expected a parameter {name}, got none")
+        found.append(bias)
+    return found[0], found[1]
+
+
+def require_biases(module: nn.Module, layout: Layout, down: Sequence[int]) -> None:
+    """Raises NotUnderstoodError where the operator cannot take the module's biases beside a ``down_proj`` of
+    this shape."""
+    experts, hidden, intermediate = (down[0], down[2], down[1]) if layout.transposed else down
+    shapes = (experts, 2 * intermediate), (experts, hidden)
+    names = "gate_up_proj_bias", "down_proj_bias"
+    for name, bias, shape in zip(names, _biases(module), shapes, strict=True):
+        if type(bias) is not nn.Parameter or bias.device.type != "cpu" or bias.dtype not in FLOATS:
+            raise NotUnderstoodError(
+                f"expected {name} as a plain parameter in bfloat16 or float32 on cpu, got a "
+                f"{type(bias).__name__} in {bias.dtype} on {bias.device}"
+            )
+        if tuple(bias.shape) != shape:
+            raise NotUnderstoodError(f"expected {name} {list(shape)}, got {list(bias.shape)}")
+
+
+def biases_of(module: nn.Module, layout: Layout) -> ExpertBiases:
+    """The module's biases as the operator takes them: differentiable views of its parameters."""
+    if not layout.biased:
+        return ExpertBiases()
+    gate_up, down = _biases(module)
+    if layout.interleaved:
+        gate, up = gate_up.unflatten(1, (-1, 2)).unbind(2)
+        return ExpertBiases(gate_bias=gate, up_bias=up, down_bias=down)
+    return ExpertBiases(gate_up_bias=gate_up, down_bias=down)
+
+
+def as_operator_takes_them(layout: Layout, gate_up: torch.Tensor, down: torch.Tensor) -> dict[str, Weight]:
+    """Views of the weights by the operator's names: ``gate_up_proj [E, 2I, H]``, or ``gate_proj`` and
+    ``up_proj [E, I, H]``; and ``down_proj [E, H, I]``. The weights themselves where nothing has to change.
+
+    Differentiable: gradients of the views arrive at the parameters in the parameters' own shape. Mapped weights
+    are one matrix per expert and frozen.
+    """
+    if isinstance(gate_up, MappedStack) or isinstance(down, MappedStack):
+        return weights_one_by_one(layout.transposed or layout.interleaved, gate_up, down)
+    if layout.transposed:
+        gate_up, down = gate_up.transpose(1, 2), down.transpose(1, 2)
+    if not layout.interleaved:
+        return {"gate_up_proj": gate_up, "down_proj": down}
+    gate, up = gate_up.unflatten(1, (-1, 2)).unbind(2)
+    return {"gate_proj": gate, "up_proj": up, "down_proj": down}
+
+
+def lay_out_rows(kind: str, layout: Layout, weights: dict[str, torch.Tensor]) -> None:
+    """Puts the elements of each row side by side in memory where a layout is transposed; values, shapes and
+    identity of the parameters stay.
+
+    Done in place, one expert's matrix at a time, where the memory is the parameter's alone. Where it is not
+    (mapped from a file, shared between processes, seen through other tensors) the parameter gets new memory and
+    the old stays as it is for whoever holds it.
+
+    Args:
+        kind: of module, for the log.
+    """
+    if not layout.transposed:
+        return
+    with _laying_out, torch.inference_mode(False), torch.no_grad():
+        for name, weight in weights.items():
+            if weight.stride(1) == 1 or weight.shape[1] == 1:
+                continue
+            if _is_its_own(weight):
+                how = "in place"
+                weight.data = _turned_in_place(weight.data)
+            else:
+                how = "in new memory, since its own is mapped, shared or seen through other tensors"
+                weight.data = weight.data.transpose(1, 2).contiguous().transpose(1, 2)
+            logger.info("%s: %s %s laid out by rows %s", kind, name, list(weight.shape), how)
+
+
+def _turned_in_place(weight: torch.Tensor) -> torch.Tensor:
+    experts, rows, cols = weight.shape
+    memory = weight.view(experts, cols, rows)
+    for expert in range(experts):
+        memory[expert] = weight[expert].t().contiguous()
+    return memory.transpose(1, 2)
+
+
+def _is_its_own(weight: torch.Tensor) -> bool:
+    """Whether nothing else sees the weight's memory and it is ordinary memory of this process."""
+    storage = weight.untyped_storage()
+    # Memory that torch did not allocate itself (maps, numpy's, frombuffer) cannot be resized.
+    ordinary = storage.resizable() and not storage.is_shared()
+    uses = getattr(torch._C, "_storage_Use_Count", None)
+    if not ordinary or uses is None or not weight.is_contiguous() or storage.nbytes() != weight.nbytes:
+        return False
+    # One by the tensor and one by the object that is asked here.
+    return uses(storage._cdata) <= 2

@@ -1,0 +1,230 @@
+"""The one-time conversion of experts that lie transposed or in mxfp4: exact, resumable, bounded."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+from collections import namedtuple
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
+from transformers import AutoModelForCausalLM, Mxfp4Config
+
+from amx_sft_moe import ArgumentError
+from amx_sft_moe.checkpoints import CheckpointFiles, load_model, routed_experts, transposed
+from checkpoint_folders import E, H, I, edit_config, make, write
+from test_checkpoints import ids, mapped_file, stock
+
+WEIGHTS = [f"model.layers.{n}.mlp.experts.{name}" for n in range(2) for name in ("down_proj", "gate_up_proj")]
+
+
+@pytest.fixture
+def folder(tmp_path):
+    return write(tmp_path / "gpt-oss", "gpt_oss", torch.bfloat16)
+
+
+@pytest.fixture
+def written(monkeypatch):
+    """Parameters that were converted, in order."""
+    names: list[str] = []
+    original = transposed._write
+
+    def write(file, one, *rest):
+        original(file, one, *rest)
+        names.append(one.parameter)
+
+    monkeypatch.setattr(transposed, "_write", write)
+    return names
+
+
+def load(folder: Path, **options):
+    return load_model(folder, progress=False, **options)
+
+
+def cache(folder: Path) -> Path:
+    return folder / transposed.FOLDER
+
+
+def test_parameters_are_views_of_the_converted_files(folder):
+    model, expected = load(folder), stock(folder, torch.bfloat16)
+    for (path, module), (_, reference) in zip(routed_experts(model), routed_experts(expected), strict=True):
+        assert module.gate_up_proj.shape == (E, H, 2 * I)
+        assert module.gate_up_proj.stride() == (2 * I * H, 1, H)
+        assert module.down_proj.stride() == (H * I, 1, I)
+        for name in ("gate_up_proj", "down_proj"):
+            assert torch.equal(getattr(module, name), getattr(reference, name))
+            assert mapped_file(getattr(module, name)) == f"{path}.{name}.safetensors"
+            with safe_open(cache(folder) / f"{path}.{name}.safetensors", "pt") as file:
+                assert torch.equal(file.get_tensor(f"{path}.{name}"), getattr(reference, name).transpose(1, 2))
+
+
+def test_a_finished_conversion_is_reused(folder, written):
+    load(folder)
+    assert sorted(written) == WEIGHTS
+    load(folder)
+    assert len(written) == len(WEIGHTS)
+
+
+def test_an_interrupted_conversion_goes_on(folder, written, monkeypatch):
+    original = transposed._write
+
+    def interrupted(file, one, *rest):
+        original(file, one, *rest)
+        if len(written) == 3:
+            raise KeyboardInterrupt
+
+    with monkeypatch.context() as context:
+        context.setattr(transposed, "_write", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            load(folder)
+    assert not list(cache(folder).glob(".*partial"))
+    model = load(folder)
+    assert sorted(written) == sorted([*WEIGHTS, written[2]])  # only the one in the middle, again
+    assert torch.equal(model(ids()).logits, load(folder)(ids()).logits)
+
+
+def test_leftovers_of_a_killed_process_are_removed(folder, written):
+    load(folder)
+    lost = cache(folder) / f"{WEIGHTS[2]}.safetensors"
+    left = lost.with_name(f".{WEIGHTS[0]}.safetensors.partial")
+    left.write_bytes(lost.read_bytes()[:100])
+    lost.unlink()
+    load(folder)
+    assert written[4:] == [WEIGHTS[2]]
+    assert not left.exists()
+
+
+@pytest.mark.parametrize("damage", ["cut", "garbage", "empty"])
+def test_a_damaged_file_is_made_anew(folder, written, damage):
+    expected = load(folder)(ids()).logits
+    path = cache(folder) / f"{WEIGHTS[0]}.safetensors"
+    path.write_bytes({"cut": path.read_bytes()[:-2], "garbage": b"\xff" * 64, "empty": b""}[damage])
+    assert torch.equal(load(folder)(ids()).logits, expected)
+    assert written[4:] == [WEIGHTS[0]]
+
+
+def test_a_changed_checkpoint_is_noticed(folder, written, tmp_path):
+    load(folder)
+    other = make("gpt_oss", torch.bfloat16)
+    with torch.no_grad():
+        other.model.layers[1].mlp.experts.down_proj.mul_(2)
+    shutil.rmtree(tmp_path / "new", ignore_errors=True)
+    other.save_pretrained(tmp_path / "new", max_shard_size="15KB")
+    shard = CheckpointFiles(folder).file_of(WEIGHTS[2])
+    os.replace(tmp_path / "new" / shard.name, shard)
+    model = load(folder)
+    assert WEIGHTS[2] in written[4:]
+    assert torch.equal(model.model.layers[1].mlp.experts.down_proj, other.model.layers[1].mlp.experts.down_proj)
+
+
+def test_a_folder_of_ones_own(folder, written, tmp_path):
+    load(folder, cache_dir=tmp_path / "deep" / "cache")
+    assert not cache(folder).exists()
+    assert len(list((tmp_path / "deep" / "cache").glob("*.safetensors"))) == len(WEIGHTS)
+    load(folder, cache_dir=tmp_path / "deep" / "cache")
+    assert len(written) == len(WEIGHTS)
+
+
+def test_too_little_space_is_said_before_anything_is_written(folder, written, monkeypatch):
+    usage = namedtuple("usage", "total used free")
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage(10**9, 0, 10**6))
+    with pytest.raises(ArgumentError, match=r"cache_dir: expected 0.000 GB of free space .* got 0.001 GB in "):
+        load(folder)
+    assert written == []
+
+
+def test_a_folder_that_cannot_be_made(folder, tmp_path):
+    (tmp_path / "file").touch()
+    with pytest.raises(ArgumentError, match=rf"cache_dir: expected a folder that can be written, .*{tmp_path}"):
+        load(folder, cache_dir=tmp_path / "file")
+
+
+def test_a_disk_that_fills_up(folder, monkeypatch):
+    def full(file, one, *rest):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(transposed, "_write", full)
+    with pytest.raises(ArgumentError, match=r"cache_dir: expected room to write .*: No space left"):
+        load(folder)
+    assert os.listdir(cache(folder)) == [".lock"]
+
+
+def test_progress_is_shown(folder, capsys):
+    load_model(folder)
+    shown = re.split(r"[\r\n]+", capsys.readouterr().err)
+    assert any(line.startswith("experts, once: 100%") for line in shown)
+
+
+def test_memory_is_bounded_by_one_expert(folder, monkeypatch):
+    sizes = []
+    original = transposed.Conversion.__init__
+
+    def counted(self, *fields):
+        expert = fields[-1]
+
+        def one(index):
+            matrix = expert(index)
+            sizes.append(matrix.numel())
+            return matrix
+
+        original(self, *fields[:-1], one)
+
+    monkeypatch.setattr(transposed.Conversion, "__init__", counted)
+    load(folder)
+    assert sorted(sizes) == sorted([2 * I * H] * 2 * E + [I * H] * 2 * E)
+
+
+def test_another_dtype_needs_no_conversion(folder, written):
+    model = load(folder, dtype=torch.float32)
+    assert written == []
+    assert torch.allclose(model(ids()).logits, stock(folder)(ids()).logits, atol=1e-5)
+
+
+class TestMxfp4:
+    @pytest.fixture
+    def folder(self, tmp_path):
+        """A checkpoint as gpt-oss is published: experts in blocks of 32 with a scale each."""
+        model = make("gpt_oss", torch.bfloat16, intermediate_size=64)
+        random = torch.Generator().manual_seed(5)
+
+        def draw(*shape: int) -> torch.Tensor:
+            return torch.randint(0, 256, shape, dtype=torch.uint8, generator=random)
+
+        state = {}
+        for name, tensor in model.state_dict().items():
+            if not name.endswith(("gate_up_proj", "down_proj")):
+                state[name] = tensor
+                continue
+            e, columns, rows = tensor.shape
+            state[f"{name}_blocks"] = draw(e, rows, columns // 32, 16)
+            state[f"{name}_scales"] = 118 + draw(e, rows, columns // 32) % 6
+        model.config.save_pretrained(tmp_path)
+        edit_config(tmp_path, dtype="bfloat16", quantization_config={"quant_method": "mxfp4"})
+        save_file(state, tmp_path / "model.safetensors", metadata={"format": "pt"})
+        return tmp_path
+
+    def test_the_numbers_are_transformers_own(self, folder, written):
+        expected = AutoModelForCausalLM.from_pretrained(
+            folder, dtype=torch.bfloat16, quantization_config=Mxfp4Config(dequantize=True)
+        )
+        model = load(folder)
+        assert len(written) == len(WEIGHTS)
+        assert not hasattr(model.config, "quantization_config")
+        for (_, module), (_, reference) in zip(routed_experts(model), routed_experts(expected), strict=True):
+            for name in ("gate_up_proj", "down_proj"):
+                assert torch.equal(getattr(module, name), getattr(reference, name))
+                assert mapped_file(getattr(module, name)).endswith(f"{name}.safetensors")
+        load(folder)
+        assert len(written) == len(WEIGHTS)
+
+    @pytest.mark.parametrize(("kind", "kept"), [("blocks", "scales"), ("scales", "blocks")])
+    def test_half_of_it_is_refused(self, folder, kind, kept):
+        files = CheckpointFiles(folder)
+        state = {name: files.tensor(name).clone() for name in files if not name.endswith(f"down_proj_{kind}")}
+        save_file(state, folder / "model.safetensors")
+        with pytest.raises(ArgumentError, match=rf"down_proj: expected mxfp4 blocks and .*\['{kept}"):
+            load(folder)

@@ -1,0 +1,195 @@
+"""torch.compile: one opaque operator a layer, and the results and gradients of eager mode."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from amx_sft_moe import StateError, compiled
+from amx_sft_moe.nn import SftMoeExperts
+from cases import Sizes
+from families import family_model, token_batch, with_lora
+from models import loss_and_gradients
+from reference import assert_close, make_layer, one_thread
+
+OURS = "amx_sft_moe"
+# Everything of torch.compile but the C++ compiler, which has nothing to add to an opaque operator.
+BACKEND = "aot_eager"
+
+
+@pytest.fixture(autouse=True)
+def _fresh() -> Any:
+    torch._dynamo.reset()
+    with one_thread():
+        yield
+    torch._dynamo.reset()
+
+
+@pytest.fixture
+def in_graphs(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The handle of every call from a graph."""
+    seen: list[int] = []
+    original = compiled._experts
+
+    def counted(handle: int, *parameters: Any) -> Any:
+        seen.append(handle)
+        return original(handle, *parameters)
+
+    monkeypatch.setattr(compiled, "_experts", counted)
+    return seen
+
+
+def small(family: str) -> nn.Module:
+    changes = {"layer_types": ["full_attention"]} if family == "gpt_oss" else {}
+    return family_model(family, OURS, num_hidden_layers=1, **changes)
+
+
+@pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss"])
+def test_full_graph_with_lora(family: str, in_graphs: list[int]) -> None:
+    model = with_lora(small(family))
+    loss, grads = loss_and_gradients(model, **token_batch())
+    with torch.no_grad(), model.disable_adapter():
+        plain = model(**token_batch()).logits
+    graph = torch.compile(model, fullgraph=True, backend=BACKEND)
+    model.zero_grad()
+    found = graph(**token_batch()).loss
+    found.backward()
+    found_grads = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+    assert_close({"loss": found.detach()} | found_grads, {"loss": loss} | grads, 1e-6)
+    assert len(in_graphs) >= 2, "a forward and a backward from the graph"
+    with torch.no_grad(), model.disable_adapter():
+        torch.testing.assert_close(graph(**token_batch()).logits, plain)
+
+
+def experts_of(family: str) -> nn.Module:
+    """The experts of one layer, alone."""
+    model = small(family)
+    return next(module for module in model.modules() if hasattr(module, "_apply_gate"))
+
+
+def routed(tokens: int, experts: int = 5, hidden: int = 32) -> list[torch.Tensor]:
+    random = torch.Generator().manual_seed(tokens)
+    ids = torch.rand(tokens, experts, generator=random).argsort(1)[:, :2]
+    x, weights = torch.randn(tokens, hidden, generator=random), torch.rand(tokens, 2, generator=random)
+    return [x.requires_grad_(), ids, weights.requires_grad_()]
+
+
+def results(function: Any, inputs: list[torch.Tensor], *parameters: torch.Tensor) -> list[torch.Tensor]:
+    y = function(*inputs)
+    grads = torch.autograd.grad(y.square().sum(), (inputs[0], inputs[2], *parameters))
+    return [y.detach(), *grads]
+
+
+def test_token_counts_and_routes_without_expert(in_graphs: list[int]) -> None:
+    """How much is saved is not known when the graph is made; nor need the number of tokens be."""
+    experts = experts_of("gpt_oss")
+    biases = experts.gate_up_proj_bias.requires_grad_(), experts.down_proj_bias.requires_grad_()
+    graph = torch.compile(experts, fullgraph=True, backend=BACKEND)
+    for tokens in (7, 3, 11):
+        inputs = routed(tokens)
+        inputs[1][0] = 5  # as expert parallelism marks another rank's routes
+        expected = results(experts, inputs, *biases)
+        found = results(graph, inputs, *biases)
+        assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+    assert in_graphs
+
+
+def test_weights_that_change_after_compilation(in_graphs: list[int]) -> None:
+    experts = experts_of("gpt_oss")
+    graph = torch.compile(experts, fullgraph=True, backend=BACKEND)
+    inputs = routed(7)
+    first = results(graph, inputs)[0]
+    other = copy.deepcopy(experts)
+    with torch.no_grad():
+        other.down_proj.mul_(2)
+    experts.load_state_dict(other.state_dict())
+    second = results(graph, inputs)[0]
+    assert not torch.equal(first, second)
+    experts.gate_up_proj.data = experts.gate_up_proj.data.contiguous()
+    assert torch.equal(results(graph, inputs)[0], second)
+    experts.gate_up_proj = nn.Parameter(experts.gate_up_proj.data.clone(), requires_grad=False)
+    assert torch.equal(results(graph, inputs)[0], second)
+    experts.limit = 1.5
+    assert torch.equal(results(graph, inputs)[0], results(experts, inputs)[0])
+    assert in_graphs
+
+
+def test_experts_that_are_not_taken(in_graphs: list[int]) -> None:
+    experts = experts_of("qwen3_moe")
+    experts.act_fn = nn.ReLU()
+    graph = torch.compile(experts, fullgraph=True, backend=BACKEND)
+    found, expected = results(graph, routed(7)), results(experts, routed(7))
+    assert not in_graphs
+    for one, other in zip(found, expected, strict=True):
+        torch.testing.assert_close(one, other)
+
+
+@pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss"])
+def test_weights_that_train_after_compilation(family: str, in_graphs: list[int]) -> None:
+    experts = experts_of(family)
+    graph = torch.compile(experts, fullgraph=True, backend=BACKEND)
+    results(graph, routed(7))
+    in_graphs.clear()
+    weights = experts.gate_up_proj.requires_grad_(), experts.down_proj.requires_grad_()
+    for found, expected in zip(
+        results(graph, routed(7), *weights), results(experts, routed(7), *weights), strict=True
+    ):
+        assert torch.equal(found, expected)
+    assert len(in_graphs) >= 2, "a forward and a backward"
+
+
+def test_a_layer_that_is_not_taken_any_more() -> None:
+    experts = experts_of("qwen3_moe")
+    handle, _ = compiled.handle_of(_layer_in_graph(experts))
+    experts.act_fn = nn.ReLU()
+    with pytest.raises(StateError, match="changed since it was compiled: expected a gate"):
+        compiled._experts(handle)
+    with pytest.raises(StateError, match="gone"):
+        compiled._experts(-1)
+
+
+def _layer_in_graph(experts: nn.Module) -> Any:
+    from amx_sft_moe.integrations import experts_hook
+
+    return experts_hook._hooks[OURS].in_graph(experts, 32, 2)
+
+
+@pytest.mark.parametrize("shared", [False, True])
+def test_module_of_this_package(shared: bool, in_graphs: list[int]) -> None:
+    layer = make_layer(Sizes(tokens=12), dtype=torch.float32)
+    experts = SftMoeExperts(
+        2,
+        gate_proj=layer.gate_proj,
+        up_proj=layer.up_proj,
+        down_proj=layer.down_proj,
+        lora_rank=4,
+        shared_lora_a=shared,
+    )
+    with torch.no_grad():
+        for name in experts.lora_names():
+            getattr(experts, name).normal_(std=0.2)
+    experts.down_proj.requires_grad_(shared)
+    factors = [parameter for parameter in experts.parameters() if parameter.requires_grad]
+    inputs = [layer.x.requires_grad_(), layer.expert_ids, layer.routing_weights.requires_grad_()]
+    expected = results(experts, inputs, *factors)
+    found = results(torch.compile(experts, fullgraph=True, backend=BACKEND), inputs, *factors)
+    assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+    assert len(in_graphs) == 3, "asked for the handle, a forward and a backward"
+
+
+def test_operators_are_what_torch_expects() -> None:
+    experts = experts_of("qwen3_moe")
+    handle, saved = compiled.handle_of(_layer_in_graph(experts))
+    x, ids, weights = routed(7)
+    call = (handle, x, ids, weights, False, [1.0] * 3, saved, *[None] * compiled._NUM_PARAMETERS)
+    checks = ("test_schema", "test_faketensor")
+    torch.library.opcheck(torch.ops.amx_sft_moe.forward, call, test_utils=checks)
+    torch.library.opcheck(torch.ops.amx_sft_moe.forward_saved, call, test_utils=checks)
+    y, activations = torch.ops.amx_sft_moe.forward_saved(*call)
+    inputs = (handle, x, ids, weights, activations, y, False, [1.0] * 3, [None] * compiled._NUM_PARAMETERS)
+    wanted = [True, True] + [False] * compiled._NUM_PARAMETERS
+    torch.library.opcheck(torch.ops.amx_sft_moe.backward, (*inputs, wanted), test_utils=checks)

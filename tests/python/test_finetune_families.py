@@ -1,0 +1,106 @@
+"""finetune --model on checkpoints of several families, from end to end at tiny sizes, in this process."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from amx_sft_moe.finetune import job, model
+from amx_sft_moe.finetune.errors import FinetuneError
+from amx_sft_moe.finetune.options import Options, parse
+from amx_sft_moe.finetune.tokenizer import train_tokenizer
+from checkpoint_folders import E, H, I, K, edit_config, make, write
+
+FAMILIES = {
+    # family: layers with routed experts, what is adapted beside them
+    "mixtral": (2, {"q_proj", "k_proj", "v_proj", "o_proj"}),
+    "deepseek_v3": (1, {"q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj"}),
+    "qwen2_moe": (2, {"q_proj", "k_proj", "v_proj", "o_proj"}),
+    "gpt_oss": (2, {"q_proj", "k_proj", "v_proj", "o_proj"}),
+}
+
+
+def options(folder: Path, checkpoint: Path) -> Options:
+    lines = [{"prompt": f"Count to {n}:", "completion": " ".join(map(str, range(n)))} for n in range(2, 30)]
+    (folder / "data.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    arguments = ["--quick", "--model", checkpoint, "--data", folder / "data.jsonl", "--output", folder / "out"]
+    found = parse([*map(str, arguments), "--steps", "3", "--rank", "2", "--learning-rate", "1e-2"])
+    return replace(found, threads=2, compare_steps=0)
+
+
+def checkpoint(folder: Path, family: str, dtype: torch.dtype = torch.bfloat16) -> Path:
+    write(folder, family, dtype, vocab_size=300, eos_token_id=None, bos_token_id=None, pad_token_id=None)
+    train_tokenizer(["Count to 12: 0 1 2 3 4 5 6 7 8 9"], 300, 64).save_pretrained(folder)
+    return folder
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_run(family, tmp_path, capsys):
+    folder = checkpoint(tmp_path / "checkpoint", family)
+    if family == "deepseek_v3":
+        edit_config(folder, model_type="kimi_k2")  # as Kimi K2 calls it
+    layers, attention = FAMILIES[family]
+    # One of them also compares: grouped_mm has no use for mapped experts, so a second model is loaded.
+    results = job.run(replace(options(tmp_path, folder), compare_steps=2 if family == "mixtral" else 0))
+    assert (results.model.experts, results.model.hidden, results.model.intermediate) == (E, H, I)
+    assert results.model.top_k == K
+    rank = 2
+    assert results.model.trained_experts == layers * E * rank * (H + 2 * I + I + H)
+    assert results.lora.held_out[-1][1] < results.lora.held_out[0][1]
+    out = capsys.readouterr().out
+    if family == "gpt_oss":
+        assert (folder / "amx_sft_moe-experts").is_dir()
+    else:
+        assert f"GB of experts, used as they lie in {folder}" in out
+    assert f"on the experts of {layers} layers" in out
+    assert "beware" not in out
+    config = json.loads((tmp_path / "out" / "adapter" / "adapter_config.json").read_text())
+    assert attention <= set(config["target_modules"])
+    assert not {"gate", "router", "shared_expert_gate", "lm_head"} & set(config["target_modules"])
+    assert results.adapter.stock_loss == pytest.approx(results.adapter.loss, abs=5e-3)
+    if results.comparison:
+        ours, other = results.comparison
+        assert ours.losses == pytest.approx(other.losses, abs=0.02)
+
+
+@pytest.mark.parametrize(
+    ("family", "expected"),
+    [
+        ("glm4_moe", ["k_proj", "o_proj", "q_proj", "v_proj"]),
+        ("deepseek_v3", ["kv_a_proj_with_mqa", "kv_b_proj", "o_proj", "q_a_proj", "q_b_proj"]),
+        ("gpt_oss", ["k_proj", "o_proj", "q_proj", "v_proj"]),
+    ],
+)
+def test_attention_is_found_by_where_it_stands(family, expected):
+    found = make(family, torch.float32)
+    assert model.attention_targets(found) == expected
+    assert model.expert_sizes(found) == model.ExpertSizes(E, H, I, K)
+
+
+def test_a_name_that_experts_have_too_is_told_in_full():
+    found = make("mixtral", torch.float32)
+    for layer in found.model.layers:
+        layer.mlp.q_proj = torch.nn.Linear(2, 2)
+    assert model.attention_targets(found) == ["k_proj", "o_proj", "self_attn.q_proj", "v_proj"]
+
+
+def test_experts_that_the_operator_does_not_know(tmp_path):
+    folder = checkpoint(tmp_path / "checkpoint", "olmoe")
+    edit_config(folder, hidden_act="tanh")
+    with pytest.raises(FinetuneError, match=r"experts, OlmoeExperts: expected a gate that computes"):
+        job.run(options(tmp_path, folder))
+
+
+def test_damage_is_said_before_anything_is_trained(tmp_path):
+    folder = checkpoint(tmp_path / "checkpoint", "mixtral")
+    (shard, *_) = sorted(folder.glob("*.safetensors"))
+    shard.write_bytes(shard.read_bytes()[:-1])
+    with pytest.raises(FinetuneError, match=rf"--model .*{shard.name}: expected a whole safetensors file"):
+        job.run(options(tmp_path, folder))
+    shard.unlink()
+    with pytest.raises(FinetuneError, match=rf"--model .*, got no {shard.name}"):
+        job.run(options(tmp_path, folder))

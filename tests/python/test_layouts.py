@@ -1,0 +1,201 @@
+"""Transposed experts: their memory is laid out once, and they stay what they were to everyone else."""
+
+from __future__ import annotations
+
+import copy
+import logging
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import Tensor, nn
+from transformers import AutoModelForCausalLM
+
+from amx_sft_moe.integrations import layouts
+from families import family_model, token_batch, train
+from reference import one_thread
+
+OURS = "amx_sft_moe"
+NAMES = ("gate_up_proj", "down_proj")
+
+
+@pytest.fixture(autouse=True)
+def _one_thread() -> Any:
+    with one_thread():
+        yield
+
+
+@pytest.fixture
+def log(caplog: pytest.LogCaptureFixture) -> Callable[[], list[str]]:
+    caplog.set_level(logging.INFO, logger="amx_sft_moe")
+    return lambda: [r.getMessage() for r in caplog.records if "laid out by rows" in r.getMessage()]
+
+
+def gpt_oss(implementation: str = OURS) -> nn.Module:
+    return family_model("gpt_oss", implementation, num_hidden_layers=1, layer_types=["full_attention"])
+
+
+def experts_of(model: nn.Module) -> nn.Module:
+    return model.model.layers[0].mlp.experts
+
+
+def logits(model: nn.Module) -> Tensor:
+    with torch.no_grad():
+        return model(token_batch()["input_ids"]).logits
+
+
+def is_by_rows(model: nn.Module) -> bool:
+    return all(getattr(experts_of(model), name).stride(1) == 1 for name in NAMES)
+
+
+def test_once_and_in_place(log: Callable[[], list[str]], calls: list[Tensor]) -> None:
+    model, reference = gpt_oss(), gpt_oss("eager")
+    experts = experts_of(model)
+    parameters = [getattr(experts, name) for name in NAMES]
+    before = [(id(p), p.data_ptr(), p.shape) for p in parameters]
+    for _ in range(2):
+        torch.testing.assert_close(logits(model), logits(reference))
+    assert [(id(p), p.data_ptr(), p.shape) for p in parameters] == before, (
+        "the same parameters, the same memory"
+    )
+    assert is_by_rows(model)
+    for name in NAMES:
+        assert torch.equal(getattr(experts, name), getattr(experts_of(reference), name))
+    assert len(log()) == 2
+    assert all(message.endswith("laid out by rows in place") for message in log())
+    assert len(calls) == 2
+
+
+def test_saved_copied_and_moved(tmp_path: Path, calls: list[Tensor]) -> None:
+    model = gpt_oss()
+    first = logits(model)
+    state = model.state_dict()
+
+    model.save_pretrained(tmp_path / "pretrained")
+    again = AutoModelForCausalLM.from_pretrained(tmp_path / "pretrained", experts_implementation=OURS)
+    assert torch.equal(logits(again), first)
+    for name, value in load_file(tmp_path / "pretrained" / "model.safetensors").items():
+        assert torch.equal(value, state[name]), name
+
+    torch.save(state, tmp_path / "state.pt")
+    other = gpt_oss()
+    with torch.no_grad():
+        experts_of(other).gate_up_proj.zero_()
+    other.load_state_dict(torch.load(tmp_path / "state.pt"))
+    assert torch.equal(logits(other), first)
+    other.load_state_dict({name: value.clone().contiguous() for name, value in state.items()}, assign=True)
+    assert torch.equal(logits(other), first)
+    assert is_by_rows(other)
+
+    twin = copy.deepcopy(model)
+    assert torch.equal(logits(twin), first)
+    assert not {p.data_ptr() for p in twin.parameters()} & {p.data_ptr() for p in model.parameters()}
+    narrow = logits(twin.to(torch.bfloat16))
+    torch.testing.assert_close(narrow.float(), first, rtol=0.1, atol=0.2)
+    assert is_by_rows(twin)
+
+    for name in NAMES:  # as some tools make them
+        parameter = getattr(experts_of(model), name)
+        parameter.data = parameter.data.contiguous()
+    assert torch.equal(logits(model), first)
+    assert is_by_rows(model)
+    assert len(calls) == 7
+
+
+def held(weight: nn.Parameter, tmp_path: Path) -> Tensor:
+    return weight.detach()
+
+
+def tied(weight: nn.Parameter, tmp_path: Path) -> Tensor:
+    return nn.Parameter(weight.data, requires_grad=False)
+
+
+def shared(weight: nn.Parameter, tmp_path: Path) -> Tensor:
+    weight.share_memory_()
+    return weight
+
+
+def part_of_more(weight: nn.Parameter, tmp_path: Path) -> Tensor:
+    more = torch.cat([weight.data.flatten(), torch.ones(3)])
+    weight.data = more[:-3].view(weight.shape)
+    return weight
+
+
+def mapped(weight: nn.Parameter, tmp_path: Path) -> Tensor:
+    path = tmp_path / "weight.bin"
+    path.write_bytes(weight.detach().numpy().tobytes())
+    flat = torch.from_file(str(path), shared=True, size=weight.numel())
+    weight.data = flat.view(weight.shape)
+    return weight
+
+
+def numpys(weight: nn.Parameter, tmp_path: Path) -> Tensor:
+    weight.data = torch.from_numpy(weight.detach().numpy().copy())
+    return weight
+
+
+@pytest.mark.parametrize("also", [held, tied, shared, part_of_more, mapped, numpys])
+def test_memory_of_others_is_not_written(
+    also: Callable[[nn.Parameter, Path], Tensor],
+    log: Callable[[], list[str]],
+    tmp_path: Path,
+    calls: list[Tensor],
+) -> None:
+    model = gpt_oss()
+    weight = experts_of(model).gate_up_proj
+    other = also(weight, tmp_path)
+    storage = other.untyped_storage()
+    bytes_before = bytes(storage.tolist())
+    torch.testing.assert_close(logits(model), logits(gpt_oss("eager")))
+    assert bytes(storage.tolist()) == bytes_before
+    assert is_by_rows(model)
+    assert any("gate_up_proj" in message and "in new memory" in message for message in log())
+    assert len(calls) == 1
+
+
+def test_without_a_count_of_users_nothing_is_written(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr(torch._C, "_storage_Use_Count")
+    model = gpt_oss()
+    assert not layouts._is_its_own(experts_of(model).gate_up_proj)
+    torch.testing.assert_close(logits(model), logits(gpt_oss("eager")))
+
+
+def test_first_call_in_inference_mode() -> None:
+    model = gpt_oss()
+    in_new_memory = experts_of(model).down_proj.detach()
+    with torch.inference_mode():
+        model(token_batch()["input_ids"])
+    assert in_new_memory.data_ptr() != experts_of(model).down_proj.data_ptr()
+    assert is_by_rows(model)
+    for parameter in experts_of(model).parameters():
+        parameter.requires_grad_()
+    model.set_experts_implementation("eager")
+    model(**token_batch()).loss.backward()
+    assert all(parameter.grad is not None for parameter in experts_of(model).parameters())
+
+
+def test_optimiser_and_gradients_of_the_laid_out_parameter() -> None:
+    """Whoever trains the weights through the default implementation sees nothing of the strides."""
+    losses = []
+    for lay_out in (False, True):
+        model = gpt_oss("eager")
+        if lay_out:
+            layout = layouts.Layout(transposed=True, interleaved=True, biased=True)
+            layouts.lay_out_rows("", layout, {name: getattr(experts_of(model), name) for name in NAMES})
+            assert is_by_rows(model)
+        for parameter in model.parameters():
+            parameter.requires_grad_()
+        losses.append(train(model, 3))
+    assert losses[1] == pytest.approx(losses[0], abs=1e-5)
+
+
+def test_a_call_that_falls_back_lays_nothing_out() -> None:
+    model = gpt_oss()
+    experts_of(model).gate_up_proj_bias = None
+    x, ids, weights = torch.zeros(3, 32), torch.zeros(3, 2, dtype=torch.long), torch.ones(3, 2)
+    with pytest.raises(TypeError):  # from the default implementation, which needs the bias, too
+        experts_of(model)(x, ids, weights)
+    assert experts_of(model).gate_up_proj.is_contiguous()
