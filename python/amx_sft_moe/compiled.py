@@ -119,7 +119,7 @@ def _forward_saved(
     scaling: Sequence[float],
     saved: torch.dtype,
     *parameters: torch.Tensor | None,
-) -> tuple[torch.Tensor, torch.Tensor]:
+) -> tuple[torch.Tensor, torch.Tensor | None]:
     inputs = x, expert_ids, routing_weights
     return autograd.run_forward(_experts(handle, parameters), shared_a, scaling, *inputs, parameters, save=True)
 
@@ -153,7 +153,7 @@ def _backward(
     return [
         torch.zeros_like(tensor) if grad is None else grad
         for tensor, grad, want in zip(of, grads, wanted, strict=True)
-        if want
+        if want and tensor is not None
     ]
 
 

@@ -170,10 +170,10 @@ def test_module_of_this_package(shared: bool, in_graphs: list[int]) -> None:
         shared_lora_a=shared,
     )
     with torch.no_grad():
-        for parameter in experts.parameters():
-            if parameter.requires_grad:
-                parameter.normal_(std=0.2)
-    factors = [getattr(experts, name) for name in experts.lora_names()]
+        for name in experts.lora_names():
+            getattr(experts, name).normal_(std=0.2)
+    experts.down_proj.requires_grad_(shared)
+    factors = [parameter for parameter in experts.parameters() if parameter.requires_grad]
     inputs = [layer.x.requires_grad_(), layer.expert_ids, layer.routing_weights.requires_grad_()]
     expected = results(experts, inputs, *factors)
     found = results(torch.compile(experts, fullgraph=True, backend=BACKEND), inputs, *factors)

@@ -185,7 +185,7 @@ def attention_targets(model: PreTrainedModel) -> list[str]:
         if not isinstance(module, torch.nn.Linear):
             continue
         layers, child = _layer_and_child(path)
-        *_, parent, leaf = ["", *path.split(".")]
+        parent, leaf = f".{path}".split(".")[-2:]
         if layers in of_layers and (layers, child) not in of_experts and child != leaf:
             attention.add((parent, leaf))
         else:

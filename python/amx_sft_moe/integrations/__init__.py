@@ -16,13 +16,16 @@ def register(
     """Makes ``experts_implementation=name`` work in transformers models, with PEFT's LoRA on their experts.
 
     Call it before the model is made: ``from_pretrained(..., experts_implementation="amx_sft_moe")`` or
-    ``model.set_experts_implementation("amx_sft_moe")``. Layers are taken by their shapes, flags and
-    activation (Qwen3-MoE, Gemma 4 and their like: fused ``gate_up_proj [E, 2I, H]``, SiLU or GELU, biases
-    ``gate_up_proj_bias [E, 2I]`` and ``down_proj_bias [E, H]`` where the family has them); what is not
-    understood runs through transformers' default implementation, with one warning that says why. Calling again
-    replaces the options.
+    ``model.set_experts_implementation("amx_sft_moe")``. Layers are taken by their shapes and flags and by what
+    their gate computes: ``gate_up_proj [E, 2I, H]`` and ``down_proj [E, H, I]`` or both transposed, gate before
+    up or alternating, with biases or without, SiLU, GELU or gpt-oss's clamped gate, in bfloat16 or float32.
+    What is not understood runs through transformers' default implementation, with one warning that says why.
+    Calling again replaces the options.
 
-    Base weights must be frozen; while they train, the default implementation runs. Biases may train.
+    Base weights, biases and LoRA factors train where they require a gradient. The experts stay in CPU memory;
+    where the rest of a model is on another device, activations move. Transposed weights (gpt-oss) are laid out
+    by rows in memory at their first call: shape, values and identity of the parameters stay, their strides
+    change. With ``torch.compile`` a layer is one operator of the graph.
 
     Args:
         name: under which transformers finds it; different names may have different options.

@@ -179,10 +179,10 @@ class ExpertsHook:
             return self(module, *inputs)
         adapters = traced_on(module)
         if adapters is None:
-            return _outside_of_graphs(self, module, *inputs)
+            return _after_a_break(self, module, *inputs)
         dtypes = hidden_states.dtype, top_k_weights.dtype
         extents = [tuple(map(int, tensor.shape[1:])) for tensor in inputs]
-        found = _plan(self, module, *extents, *dtypes)
+        found = _constant_plan(self, module, *extents, *dtypes)
         if found is None:
             return _by_default(module, adapters, *inputs)
         handle, saved, num_experts, *flags = found
@@ -231,7 +231,6 @@ class _LayerInGraph:
         return layer.experts
 
 
-@torch.compiler.assume_constant_result
 def _plan(
     hook: ExpertsHook,
     module: nn.Module,
@@ -253,6 +252,9 @@ def _plan(
     layout = layer.layout
     num_experts = layer.experts().num_experts
     return *compiled.handle_of(layer), num_experts, layout.transposed, layout.interleaved, layout.biased
+
+
+_constant_plan: Any = torch.compiler.assume_constant_result(_plan)
 
 
 def _require_inputs(
@@ -295,10 +297,12 @@ def _by_default(module: nn.Module, adapters: list[ActiveAdapters], *inputs: torc
         return _default_implementation(module)(module, *inputs)
 
 
-@torch.compiler.disable
 def _outside_of_graphs(hook: ExpertsHook, module: nn.Module, *inputs: torch.Tensor) -> torch.Tensor:
     # Where adapters came before the graph that is traced, each call knows anew which apply: it ends here.
     return hook(module, *inputs)
+
+
+_after_a_break: Any = torch.compiler.disable(_outside_of_graphs)
 
 
 def _default_implementation(module: nn.Module) -> Any:
