@@ -28,7 +28,7 @@ from peft.tuners.lora import layer as peft_layer
 from torch import nn
 
 from amx_sft_moe.errors import StateError
-from amx_sft_moe.integrations.adapters_in_use import ActiveAdapters, Delta, NotUnderstoodError, active
+from amx_sft_moe.integrations.adapters_in_use import ActiveAdapters, Delta, NotUnderstoodError, in_use
 
 logger = logging.getLogger("amx_sft_moe")
 
@@ -67,11 +67,8 @@ def install(is_ours: Callable[[nn.Module], bool]) -> bool:
             read=lambda: [delta_of(self, name) for name in names],
             as_peft_does_it=lambda: original(self, active_adapters),
         )
-        token = active.set((*active.get(), adapters))
-        try:
+        with in_use(adapters):
             yield
-        finally:
-            active.reset(token)
         if not adapters.used:
             name = f"{type(module).__name__}.{self.parameter_name}"
             raise StateError(
