@@ -25,6 +25,7 @@ from contextlib import redirect_stdout
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 from amx_sft_moe.__main__ import main
 
@@ -134,7 +135,7 @@ class Folder:
         if all(line.startswith(_ADAPTER) for line in lines):
             # What the processes would do, without importing torch and peft in each of them.
             printed = io.StringIO()
-            with redirect_stdout(printed):
+            with redirect_stdout(printed), patch.dict(os.environ):
                 for line in lines:
                     assert main(shlex.split(line, comments=True)[3:]) == 0, f"{block}: {line}"
             self._printed = printed.getvalue()
