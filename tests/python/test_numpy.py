@@ -152,6 +152,7 @@ WITHOUT_TORCH = """
     for name in ("torch", "transformers", "peft", *{missing}):
         sys.modules[name] = None  # importing it fails
     import numpy as np
+    import operator
     import amx_sft_moe
     random = np.random.default_rng(0)
     op = amx_sft_moe.SftMoe(3, 2, 8, 6)
@@ -160,9 +161,9 @@ WITHOUT_TORCH = """
     ids, weights = np.array([[0, 1], [2, -1]]), np.full((2, 2), 0.5, np.float32)
     x = random.normal(size=(2, 8)).astype(np.float32)
     {body}
-    for name in ("nn", "adapters"):
+    for name in ("nn", "adapters.save_per_expert"):
         try:
-            getattr(amx_sft_moe, name)
+            operator.attrgetter(name)(amx_sft_moe)
         except ImportError:
             continue
         raise SystemExit(name)

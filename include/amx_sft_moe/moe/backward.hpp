@@ -55,7 +55,8 @@ void backward_scatter(Step<Kernel>& step, const BackwardRows<Kernel>& rows, cons
   });
 }
 
-enum DownTask : int { kDownGemm, kDownWeight, kDownGradA, kDownGradB, kDownIdle, kDownWeightIdle };
+// Kinds of tasks. Measured costs of tasks (benchmarks/) know them by number: new ones come last.
+enum DownTask : int { kDownGemm, kDownGradA, kDownGradB, kDownIdle, kDownWeight, kDownWeightIdle };
 
 // grad_h = p Wd + v_d Ad, a block of columns.
 template <class Kernel>
@@ -211,12 +212,12 @@ void backward_activation(Step<Kernel>& step, const BackwardRows<Kernel>& rows) {
 
 enum GateUpTask : int {
   kBasePass,
-  kGateWeight,
-  kUpWeight,
   kGradA,
   kGradBGate,
   kGradBUp,
   kGateUpIdle,
+  kGateWeight,
+  kUpWeight,
   kGateWeightIdle,
   kUpWeightIdle
 };

@@ -82,7 +82,9 @@ def check_adapter(directory: str | os.PathLike[str], base: str | os.PathLike[str
                 findings.append(f"{name}: expected lora_A and lora_B, got lora_{''.join(sides)}")
         return Check(kind, tuple(findings), tuple(notes), ())
     adapter = understood(files, model, findings)
-    findings += adapter.notes
+    copies = [note for note in adapter.notes if ".base_layer." in note]
+    notes += copies
+    findings += [note for note in adapter.notes if note not in copies]
     if not adapter.experts:
         notes.append("no routed experts are adapted")
     return Check(kind, tuple(findings), tuple(notes), tuple(_loads(kind, files, model, adapter)))

@@ -108,8 +108,9 @@ def replaced_directory(directory: Path, drop: Iterable[str] | None = None) -> It
     """A fresh directory to write into, which takes ``directory``'s place when the block ends well.
 
     A reader sees all of the old or all of the new, also after a crash or SIGKILL at any moment; what can stay
-    behind then is a sibling ``NAME.partial-...``. Where the file system cannot exchange two directories, an
-    existing one is replaced file by file.
+    behind then is a sibling ``NAME.partial-...``. Where two directories cannot be exchanged (the file system
+    does not, or an existing one is a mount point, has a parent that cannot be written, or is where this process
+    works), an existing one is replaced file by file; what can stay behind lies in it then.
 
     Args:
         directory: need not exist; its parent is made if need be.
@@ -117,9 +118,19 @@ def replaced_directory(directory: Path, drop: Iterable[str] | None = None) -> It
             ``None``: all go.
     """
     directory = directory.resolve()
+    if directory.exists() and not directory.is_dir():
+        raise ArgumentError(f"directory: expected a directory, got the file {directory}")
     directory.parent.mkdir(parents=True, exist_ok=True)
-    work = Path(tempfile.mkdtemp(prefix=f"{directory.name}.partial-", dir=directory.parent))
+    inside = directory.is_dir() and _has_to_stay(directory)
+    place = directory if inside else directory.parent
+    work = Path(tempfile.mkdtemp(prefix=f"{directory.name}.partial-", dir=place))
     try:
+        if inside:
+            yield work
+            sync(work)
+            _put_one_by_one(work, directory, sorted(path.name for path in work.iterdir()), drop)
+            sync(directory)
+            return
         os.chmod(work, directory.stat().st_mode if directory.is_dir() else 0o777 & ~_umask())
         yield work
         written = sorted(path.name for path in work.iterdir())
@@ -166,9 +177,34 @@ def _put(work: Path, directory: Path, written: list[str], drop: Iterable[str] | 
         if reason.errno not in (errno.EINVAL, errno.ENOSYS, errno.EBUSY, errno.EXDEV, errno.ENOTSUP):
             raise
         logger.info("%s: replaced file by file (%s)", directory, reason)
-        for name in written:
+        _put_one_by_one(work, directory, written, drop)
+
+
+def _has_to_stay(directory: Path) -> bool:
+    """Whether another directory cannot take this one's place."""
+    try:
+        works_there = Path.cwd().is_relative_to(directory)
+    except OSError:  # the working directory is gone
+        works_there = False
+    return works_there or os.path.ismount(directory) or not os.access(directory.parent, os.W_OK)
+
+
+def _put_one_by_one(work: Path, directory: Path, written: list[str], drop: Iterable[str] | None) -> None:
+    for name in written:
+        try:
             os.replace(work / name, directory / name)
-        for name in {*(drop or ())} - {*written}:
+        except OSError as reason:
+            if reason.errno != errno.EXDEV:  # of a directory that is mounted from the same file system
+                raise
+            near = directory / f".{name}.partial"
+            shutil.copy2(work / name, near)
+            sync(near)
+            os.replace(near, directory / name)
+    old = [path.name for path in directory.iterdir() if path != work] if drop is None else drop
+    for name in {*old} - {*written}:
+        if (directory / name).is_dir() and not (directory / name).is_symlink():
+            shutil.rmtree(directory / name)
+        else:
             (directory / name).unlink(missing_ok=True)
 
 

@@ -25,7 +25,7 @@ from amx_sft_moe.adapters.files import (
     save_json,
     save_tensors,
 )
-from amx_sft_moe.adapters.settings import require_plain_lora, require_sound, scaling_of
+from amx_sft_moe.adapters.settings import name_of_linear, require_plain_lora, require_sound, scaling_of
 from amx_sft_moe.errors import ArgumentError
 
 _PAIR = re.compile(r"(?:base_model\.model\.)?(?P<module>.+)\.lora_(?P<side>[AB])\.weight")
@@ -127,7 +127,12 @@ def understood(files: Files, base: BaseModel, problems: list[str] | None = None)
             _sort_in(files, base, name, (sides["A"], sides["B"]), adapter, fused, single)
     for key in rest:
         with _told(problems):
-            adapter.others[key] = _whole_weight(where, base, key, files.tensors[key])
+            weight = _whole_weight(where, base, key.replace(".base_layer.", "."), files.tensors[key])
+            if ".base_layer." in key and "lora_" not in key:
+                # PEFT's copy of an adapted embedding or head: the base has it.
+                adapter.notes.append(f"{key}: left out, taken to be the base model's own")
+            else:
+                adapter.others[key] = weight
     with _told(problems):
         adapter.experts.update(peft_fused.read(files.config, base, fused, where) if fused else {})
     for place, found in single.items():
@@ -205,7 +210,7 @@ def _linear(files: Files, base: BaseModel, name: str, parameter: str, pair: Any)
             f"got {list(a.shape)} and {list(b.shape)}"
         )
     # PEFT matches its patterns with the module's name in the model, or with the parameter's it was given.
-    module = parameter.removesuffix(".weight")
+    module = name_of_linear(files.config, parameter.removesuffix(".weight"))
     return Linear(a, b, scaling_of(files.config, module, a.shape[0], where))
 
 

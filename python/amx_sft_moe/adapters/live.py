@@ -76,7 +76,7 @@ def _adapter(model: PeftModel, adapter_name: str, base: BaseModel) -> Adapter:
     require_plain_lora(adapter.config, "model")
     whole: dict[tuple[str, str], Factors] = {}
     wrappers = set()
-    for name, module, parameter, factors in _adapted_experts(model, adapter_name):
+    for name, module, parameter, factors in _adapted_experts(model, adapter_name, base):
         wrappers.add(name)
         whole[module, parameter] = factors
     adapter.experts = split_all(whole, base)
@@ -93,16 +93,25 @@ def _adapter(model: PeftModel, adapter_name: str, base: BaseModel) -> Adapter:
     for name, sides in pairs.items():
         if name in scalings:
             adapter.linears[name] = Linear(sides["A"], sides["B"], scalings[name])
-    adapter.others = {key: state[key] for key in rest}
+    if unknown := [key for key in rest if "lora_" in key]:
+        raise ArgumentError(
+            f"model: expected LoRA on linear layers and experts only, got {unknown[0]}: loaders of this layout "
+            "would leave it out (PEFT's own save_pretrained keeps it)"
+        )
+    adapter.others = {key: state[key] for key in rest if ".base_layer." not in key}  # copies of the base's
     return adapter
 
 
-def _adapted_experts(model: PeftModel, adapter_name: str) -> Iterator[tuple[str, str, str, Factors]]:
+def _adapted_experts(
+    model: PeftModel, adapter_name: str, base: BaseModel
+) -> Iterator[tuple[str, str, str, Factors]]:
     """``(module name, experts module in the base model, parameter, factors)`` of each wrapped parameter."""
     for name, module in model.named_modules():
         if not isinstance(module, ParamWrapper) or adapter_name not in module.lora_A:
             continue
         experts = name.replace(".base_layer", "").removeprefix("base_model.model.")
+        if module.parameter_name == "weight" and experts not in base.layouts:
+            continue  # a router's: one matrix, like any linear layer
         if module.parameter_name not in PARAMETERS:
             raise ArgumentError(
                 f"model: expected adapted parameters {PARAMETERS} of experts only, got "

@@ -96,8 +96,9 @@ def merge_adapter(
     source, out = Path(base_checkpoint), Path(out)
     if out.exists() and not (overwrite and out.is_dir()):
         raise ArgumentError(f"out: expected a path that does not exist (or overwrite), got {out}")
-    if out.resolve() == source.resolve():
-        raise ArgumentError(f"out: expected another directory than the base checkpoint, got {out}")
+    for name, inside in (("base checkpoint", source), ("adapter", Path(adapter))):
+        if inside.resolve().is_relative_to(out.resolve()):
+            raise ArgumentError(f"out: expected another directory than one that holds the {name}, got {out}")
     base = load_base(source)
     if getattr(base.config, "quantization_config", None):
         raise ArgumentError(f"base_checkpoint: expected weights that are not quantised, got {source}")
@@ -122,8 +123,11 @@ def merge_adapter(
 
 
 def shards_of(directory: Path) -> list[str]:
-    """Names of a checkpoint's safetensors files, by its index where it has one."""
-    if (directory / INDEX).is_file():
+    """Names of a checkpoint's safetensors files: the one file, or those of its index."""
+    # transformers looks for the one file first, and an index beside it is not read.
+    if (directory / "model.safetensors").is_file():
+        names = ["model.safetensors"]
+    elif (directory / INDEX).is_file():
         index = read_json(directory / INDEX).get("weight_map")
         names = sorted(set(index.values())) if isinstance(index, dict) else []
     else:

@@ -157,9 +157,18 @@ def written(
     return config
 
 
-def entries_of_linears(linears: dict[str, Any]) -> list[Entry]:
+def name_of_linear(source: dict[str, Any], module: str) -> str:
+    """The name with which PEFT looks a linear's settings up: the module's, or its weight's where
+    ``target_parameters`` names that."""
+    weight = f"{module}.weight"
+    through = any(_matches(weight, target) for target in source.get("target_parameters") or [])
+    return weight if through else module
+
+
+def entries_of_linears(source: dict[str, Any], linears: dict[str, Any]) -> list[Entry]:
     """One entry for each, under its full name."""
-    return [Entry(re.escape(name), linear.rank, linear.scaling) for name, linear in linears.items()]
+    named = {name_of_linear(source, name): linear for name, linear in linears.items()}
+    return [Entry(re.escape(name), linear.rank, linear.scaling) for name, linear in named.items()]
 
 
 def targets_of_linears(source: dict[str, Any], linears: Iterable[str], taken: Iterable[str]) -> list[str]:

@@ -22,6 +22,7 @@ from amx_sft_moe.integrations.mapped_experts import (
     MappedStack,
     as_parameter,
     mapped_bytes,
+    refuse_casts,
     refuse_merging,
 )
 
@@ -73,6 +74,10 @@ def load_model(
     """
     if dtype is not None and dtype not in _FLOATS:
         raise TypeError(f"dtype: expected torch.bfloat16 or torch.float32, got {dtype}")
+    if taken := sorted({"config", "output_loading_info", "state_dict", "torch_dtype"} & options.keys()):
+        raise TypeError(
+            f"options: expected none that load_model sets itself (dtype=, ...), got {', '.join(taken)}"
+        )
     directory = Path(directory)
     config = read_config(directory)
     if experts_implementation == "amx_sft_moe" and experts_implementation not in ALL_EXPERTS_FUNCTIONS:
@@ -85,6 +90,14 @@ def load_model(
     for reason, parameters in _by_reason(plan.copied).items():
         rest = f" and {len(parameters) - 1} more expert weights" if len(parameters) > 1 else ""
         logger.warning("%s%s loaded into memory, not mapped: %s", parameters[0], rest, reason)
+    if plan.mxfp4 and dtype != torch.bfloat16:
+        logger.warning(
+            "%s and %d more expert weights loaded into memory, not mapped: mxfp4 is written as bfloat16, "
+            "not %s",
+            next(iter(plan.mxfp4)),
+            len(plan.mxfp4) - 1,
+            dtype,
+        )
     state = {name: files.tensor(name) for name in plan.others}
     stacks = {name: _stack(files, name, parts) for name, parts in plan.stacked.items()}
     # Stand in for the stacks while transformers loads: views of one number, which take no memory either.
@@ -108,6 +121,7 @@ def load_model(
     model._weight_conversions = [rule for rule in plan.rules if rule.was_used()]  # type: ignore[assignment]
     if stacks:
         refuse_merging()
+        refuse_casts(model)
         logger.info("%.1f GB of expert weights stay in %s", mapped_bytes(model) / 1e9, directory)
     return model
 
@@ -131,6 +145,8 @@ def read_config(directory: str | os.PathLike[str]) -> PreTrainedConfig:
         raise ArgumentError(f"{path}: expected a configuration, got: {error.strerror}") from error
     except ValueError as error:
         raise ArgumentError(f"{path}: expected JSON, got: {error}") from error
+    if not isinstance(raw, dict) or not isinstance(raw.get("quantization_config") or {}, dict):
+        raise ArgumentError(f"{path}: expected a JSON object, quantization_config too, got {str(raw)[:80]}")
     quantization = raw.get("quantization_config") or {}
     method = quantization.get("quant_method")
     if quantization and method != "mxfp4":
@@ -141,7 +157,7 @@ def read_config(directory: str | os.PathLike[str]) -> PreTrainedConfig:
         )
     try:
         config = AutoConfig.from_pretrained(directory, local_files_only=True)
-    except (OSError, ValueError, KeyError) as error:
+    except Exception as error:  # transformers' own checks of a configuration raise what they like
         architecture = getattr(transformers, (raw.get("architectures") or [""])[0], None)
         known = getattr(architecture, "config_class", None)
         if known is None:
@@ -151,7 +167,13 @@ def read_config(directory: str | os.PathLike[str]) -> PreTrainedConfig:
             ) from error
         raw.pop("model_type", None)
         raw.pop("auto_map", None)
-        config = known.from_dict(raw)
+        try:
+            config = known.from_dict(raw)
+        except Exception as reason:
+            raise ArgumentError(
+                f"{path}: expected the configuration of a {known.__name__}, got one that transformers refuses: "
+                f"{str(reason).strip().splitlines()[0]}"
+            ) from reason
     if quantization:
         del config.quantization_config
     return config

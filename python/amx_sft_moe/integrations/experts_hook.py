@@ -15,7 +15,7 @@ from torch import nn
 
 from amx_sft_moe import compiled
 from amx_sft_moe.autograd import LoraFactors, sft_moe
-from amx_sft_moe.errors import StateError
+from amx_sft_moe.errors import ArgumentError, StateError
 from amx_sft_moe.integrations.adapters_in_use import (
     ActiveAdapters,
     NotUnderstoodError,
@@ -132,7 +132,8 @@ class ExpertsHook:
         ):
             require_weights(layout, *weights.values(), hidden)
             lay_out_rows(type(module).__name__, layout, weights)
-            views = as_operator_takes_them(layout, *weights.values())
+            with torch.no_grad():  # kept for longer than a graph; trained weights are inputs of each call
+                views = as_operator_takes_them(layout, *weights.values())
             found = _Layer(
                 experts=ExpertWeights(
                     top_k=top_k,
@@ -316,6 +317,8 @@ def _default_implementation(module: nn.Module) -> Any:
 
 def register(name: str, kernel: str, num_threads: int | None) -> None:
     """Puts a hook into transformers' table under ``name``."""
+    if name not in _hooks and (name == "eager" or name in moe.ALL_EXPERTS_FUNCTIONS):
+        raise ArgumentError(f"name: expected one that transformers does not have yet, got {name!r}")
     hook = ExpertsHook(kernel, num_threads)
     _hooks[name] = hook
     moe.ALL_EXPERTS_FUNCTIONS.register(name, hook.forward)
@@ -329,11 +332,14 @@ def name_layer(module: nn.Module, name: str) -> None:
 
 
 def why_not(module: nn.Module) -> str | None:
-    """Why the operator cannot compute what this experts module computes; ``None`` where it can. Only flags and
-    the gate are looked at: weights may be on the meta device."""
+    """Why the operator cannot compute what this experts module computes; ``None`` where it can. Only flags, the
+    gate and dtypes are looked at: weights may be on the meta device."""
     try:
         require_gated(module)
         layout_of(module, gate_of(module).interleaved)
+        for name in ("gate_up_proj", "down_proj"):
+            if (dtype := base_weight(module, name).dtype) not in FLOATS:
+                raise NotUnderstoodError(f"expected {name} in bfloat16 or float32, got {dtype}")
     except NotUnderstoodError as reason:
         return str(reason)
     return None

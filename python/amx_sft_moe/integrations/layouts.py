@@ -12,6 +12,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 import torch
@@ -179,19 +180,25 @@ def lay_out_rows(kind: str, layout: Layout, weights: dict[str, torch.Tensor]) ->
                 continue
             if _is_its_own(weight):
                 how = "in place"
-                weight.data = _turned_in_place(weight.data)
+                # An interrupt between two experts would leave some of them turned: it reaches the main thread
+                # only, and this waits until the other one is done.
+                with ThreadPoolExecutor(1) as uninterrupted:
+                    uninterrupted.submit(_turn_in_place, weight).result()
             else:
                 how = "in new memory, since its own is mapped, shared or seen through other tensors"
                 weight.data = weight.data.transpose(1, 2).contiguous().transpose(1, 2)
             logger.info("%s: %s %s laid out by rows %s", kind, name, list(weight.shape), how)
 
 
-def _turned_in_place(weight: torch.Tensor) -> torch.Tensor:
+@torch.no_grad()
+def _turn_in_place(parameter: torch.Tensor) -> None:
+    weight = parameter.data
     experts, rows, cols = weight.shape
     memory = weight.view(experts, cols, rows)
+    turned = weight.new_empty(cols, rows)  # before the first expert is touched
     for expert in range(experts):
-        memory[expert] = weight[expert].t().contiguous()
-    return memory.transpose(1, 2)
+        memory[expert] = turned.copy_(weight[expert].t())
+    parameter.data = memory.transpose(1, 2)
 
 
 def _is_its_own(weight: torch.Tensor) -> bool:

@@ -10,11 +10,13 @@ from __future__ import annotations
 
 import functools
 import importlib.util
+import types
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import nn
+from torch.utils._pytree import tree_leaves
 
 from amx_sft_moe.errors import ArgumentError, StateError
 
@@ -66,7 +68,7 @@ class MappedStack(torch.Tensor):
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        stack = next(arg for arg in (*args, *(kwargs or {}).values()) if isinstance(arg, MappedStack))
+        stack = next(arg for arg in tree_leaves((args, kwargs)) if isinstance(arg, MappedStack))
         rule = _RULES.get(func)
         if rule is None or args[:1] != (stack,):
             raise StateError(_refusal(stack, func))
@@ -234,6 +236,19 @@ def refuse_merging() -> None:
 
     setattr(check, _MARK, original)
     BaseTuner._check_merge_allowed = check  # type: ignore[method-assign]
+
+
+def refuse_casts(model: nn.Module) -> None:
+    """Has ``model.float()`` and the like refused by the stacks before any other parameter is changed."""
+
+    def _apply(self: nn.Module, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> nn.Module:
+        for parameter in self.parameters():
+            if isinstance(parameter, MappedStack):
+                fn(parameter)
+                break
+        return type(self)._apply(self, fn, recurse)
+
+    model._apply = types.MethodType(_apply, model)  # type: ignore[method-assign]
 
 
 def mapped_bytes(model: nn.Module) -> int:

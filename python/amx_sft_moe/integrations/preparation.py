@@ -275,6 +275,13 @@ def _notes(experts: list[RoutedExperts], parts: list[Part]) -> Iterable[str]:
             'call register() and model.set_experts_implementation("amx_sft_moe"); their activations are '
             "estimated as if they did"
         )
+    refused = [(one, experts_hook.why_not(one.module)) for one in layers if one.fused and _runs_here(one)]
+    refused = [(one, why) for one, why in refused if why and not isinstance(one.module, SftMoeExperts)]
+    if refused:
+        yield (
+            f"the experts of {len(refused)} layers ({refused[0][0].name}, ...) will run through transformers' "
+            f"default implementation: {refused[0][1]}; their activations are estimated as if they did not"
+        )
 
 
 def _with_their_halves(targets: set[str]) -> set[str]:
