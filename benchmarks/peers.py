@@ -3,13 +3,13 @@
     python benchmarks/peers.py [--shape qwen3-30b-a3b] [--tokens 512] [--iterations 7] [--threads 2]
                                [--peers ours,torch-grouped,torch-loop,kt-bf16,kt-int8] [--check]
 
-All candidates live in one process and take turns. Each turn begins with a pause, in which the threads of the one
-before stop spinning, and runs twice; the second run counts, so that everybody finds their own caches warm and
-threads awake. Prints a table of medians in ms and the step's ratio to the first candidate, then one JSON line a
-candidate. `ours-KERNEL` picks a kernel. Like kt-kernel, `ours` writes gradients into the same tensors in every step
-(`out=`); `ours-fresh` allocates them anew, as torch does: at few tokens the page faults of 34 MB of gradients for
-128 experts show. kt-kernel is optional:
-`pip install --no-deps kt-kernel==0.7.2`; a peer that is not installed is left out and said so.
+All candidates live in one process and take turns. Each turn begins with a pause, in which the threads of the
+one before stop spinning, and runs twice; the second run counts, so that everybody finds their own caches warm
+and threads awake. Prints a table of medians in ms and the step's ratio to the first candidate, then one JSON
+line a candidate. `ours-KERNEL` picks a kernel. Like kt-kernel, `ours` writes gradients into the same tensors in
+every step (`out=`); `ours-fresh` allocates them anew, as torch does: at few tokens the page faults of 34 MB of
+gradients for 128 experts show. kt-kernel is optional: `pip install --no-deps kt-kernel==0.7.2`; a peer that is
+not installed is left out and said so.
 """
 
 from __future__ import annotations
