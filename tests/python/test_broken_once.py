@@ -18,7 +18,6 @@ import amx_sft_moe
 from adapter_cases import checkpoint, largest_difference, model_of, stock_adapter, stock_merge
 from amx_sft_moe.adapters import convert_adapter, merge_adapter, save_per_expert
 from amx_sft_moe.errors import ArgumentError, StateError
-from amx_sft_moe.integrations import layouts
 from families import family_model, token_batch
 
 ROUTER = json.dumps(
@@ -46,19 +45,22 @@ def test_an_interrupt_leaves_no_expert_half_turned(monkeypatch: pytest.MonkeyPat
         raise KeyboardInterrupt
 
     before = signal.signal(signal.SIGALRM, interrupted)
-    turn = layouts._turn_in_place
+    copy_, calls = torch.Tensor.copy_, []
 
-    def turn_while_interrupted(parameter: nn.Parameter) -> None:
-        signal.raise_signal(signal.SIGALRM)  # the handler runs in the main thread
-        turn(parameter)
+    def copy_and_interrupt(self: torch.Tensor, *arguments: Any) -> torch.Tensor:
+        calls.append(self)
+        if len(calls) == 2:  # one expert is turned; the handler runs in the main thread
+            signal.raise_signal(signal.SIGALRM)
+        return copy_(self, *arguments)
 
-    monkeypatch.setattr(layouts, "_turn_in_place", turn_while_interrupted)
+    monkeypatch.setattr(torch.Tensor, "copy_", copy_and_interrupt)
     try:
         with pytest.raises(KeyboardInterrupt):
             logits(model)
     finally:
         signal.signal(signal.SIGALRM, before)
-    monkeypatch.setattr(layouts, "_turn_in_place", turn)
+    monkeypatch.undo()
+    assert len(calls) > 2
     torch.testing.assert_close(logits(model), expected)
 
 
@@ -103,10 +105,12 @@ def test_what_is_read_is_never_overwritten(tmp_path: Path) -> None:
 
 def test_a_file_is_no_directory(tmp_path: Path) -> None:
     (tmp_path / "precious").write_text("words")
+    model = get_peft_model(
+        model_of(checkpoint("qwen3")),
+        LoraConfig(target_parameters=["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]),
+    )
     with pytest.raises(ArgumentError, match="expected a directory, got the file"):
-        convert_adapter(
-            stock_adapter("qwen3")[0], tmp_path / "precious", "per-expert", base=checkpoint("qwen3")
-        )
+        save_per_expert(model, tmp_path / "precious")
     assert (tmp_path / "precious").read_text() == "words"
 
 
@@ -133,7 +137,7 @@ def logits_of_ids(model: nn.Module) -> torch.Tensor:
 
 
 def test_weights_frozen_again_need_no_graph() -> None:
-    model = gpt_oss()
+    model = gpt_oss().requires_grad_(True)
     model(**token_batch()).loss.backward()
     model.requires_grad_(False)
     assert not model(token_batch()["input_ids"]).logits.requires_grad
