@@ -97,7 +97,8 @@ double nt_seconds(Operands<Kernel>& operands, const Shape& shape, index_t m, int
 
 template <class Kernel>
 double nn_seconds(Operands<Kernel>& operands, const Shape& shape, index_t m, int threads) {
-  const index_t wide = gemm::Blocking::of_this_machine().cols_for<Kernel>(shape.out, m);
+  const index_t wide =
+      gemm::Blocking::of_this_machine().cols_for<Kernel>(shape.out, m, shape.in, operands.matrices, threads);
   const index_t per_matrix = ceil_div(shape.in, wide);
   return run<Kernel>(
       operands, threads, operands.matrices * per_matrix, [&](auto& context, float* result, index_t task) {
@@ -115,7 +116,8 @@ double nn_seconds(Operands<Kernel>& operands, const Shape& shape, index_t m, int
 // grad_A [r, in] = v^T x: `m` tokens of x are the streamed operand, taken from the weights' memory.
 template <class Kernel>
 double tn_seconds(Operands<Kernel>& operands, const Shape& shape, index_t m, int threads, index_t* products) {
-  const index_t wide = gemm::Blocking::of_this_machine().cols_for<Kernel>(m);
+  const index_t wide =
+      gemm::Blocking::of_this_machine().cols_for<Kernel>(m, m, shape.in, operands.matrices, threads);
   const index_t per_batch = ceil_div(shape.in, wide);
   const index_t batches = std::min<index_t>(operands.matrices * shape.out / m, 1 << 14);
   *products = batches;

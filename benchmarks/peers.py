@@ -1,15 +1,21 @@
 """One MoE-expert LoRA training step of this project beside what a user would pick instead.
 
-    python benchmarks/peers.py [--shape qwen3-30b-a3b] [--tokens 512] [--iterations 7] [--threads 2]
-                               [--peers ours,torch-grouped,torch-loop,kt-bf16,kt-int8] [--check]
+    python benchmarks/peers.py [--shape qwen3-30b-a3b] [--tokens 512] [--routing uniform] [--iterations 7]
+                               [--threads 2] [--peers ours,torch-grouped,torch-loop,kt-bf16,kt-int8] [--check]
 
 All candidates live in one process and take turns. Each turn begins with a pause, in which the threads of the
 one before stop spinning, and runs twice; the second run counts, so that everybody finds their own caches warm
 and threads awake. Prints a table of medians in ms and the step's ratio to the first candidate, then one JSON
-line a candidate. `ours-KERNEL` picks a kernel. Like kt-kernel, `ours` writes gradients into the same tensors in
-every step (`out=`); `ours-fresh` allocates them anew, as torch does: at few tokens the page faults of 34 MB of
-gradients for 128 experts show. kt-kernel is optional: `pip install --no-deps kt-kernel==0.7.2`; a peer that is
-not installed is left out and said so.
+line a candidate.
+
+Before and after the turns the machine's limits are measured, the highest peak of an instruction and the
+bandwidth, the better of two. A step's limit is max(useful FLOP / peak, bytes of active weights / bandwidth) of
+its two passes. `--routing zipf`: the e-th expert is chosen with odds 1 / e.
+
+`ours-KERNEL` picks a kernel. Like kt-kernel, `ours` writes gradients into the same tensors in every step
+(`out=`); `ours-fresh` allocates them anew, as torch does: at few tokens the page faults of 34 MB of gradients
+for 128 experts show. kt-kernel is optional: `pip install --no-deps kt-kernel==0.7.2`; a peer that is not
+installed is left out and said so.
 """
 
 from __future__ import annotations
@@ -33,6 +39,8 @@ SHAPES = {  # experts, top_k, hidden, intermediate
     "deepseek-v3-32": (32, 8, 7168, 2048),
     "mixtral": (8, 2, 4096, 14336),
     "gpt-oss": (32, 4, 2880, 2880),
+    "qwen3-235b-64": (64, 8, 4096, 1536),
+    "one-expert": (1, 1, 2048, 768),
     "ecosystem": (32, 8, 2048, 768),
     "small": (16, 4, 512, 256),
 }
@@ -54,7 +62,7 @@ class Problem:
     lora: dict[str, torch.Tensor] = field(default_factory=dict)
 
     @classmethod
-    def random(cls, shape: str, tokens: int, threads: int, seed: int = 0) -> Problem:
+    def random(cls, shape: str, tokens: int, threads: int, routing: str, seed: int = 0) -> Problem:
         problem = cls(*SHAPES[shape], tokens, threads)
         e, h, i = problem.experts, problem.hidden, problem.intermediate
         generator = torch.Generator().manual_seed(seed)
@@ -67,16 +75,43 @@ class Problem:
         problem.lora = {name: normal(*size) for name, size in zip(LORA_NAMES, sizes, strict=True)}
         problem.x, problem.grad_y = normal(tokens, h, scale=1.0), normal(tokens, h, scale=1.0)
         logits = torch.randn((tokens, e), generator=generator)
+        if routing == "zipf":  # with Gumbel noise the k largest are k draws without putting back
+            uniform = torch.rand((tokens, e), generator=generator).clamp_min(1e-30)
+            logits = -torch.log(torch.arange(1, e + 1)) - torch.log(-torch.log(uniform))
         weights, problem.ids = torch.topk(torch.softmax(logits, -1), problem.top_k)
         problem.weights = (weights / weights.sum(-1, keepdim=True)).contiguous()
         return problem
 
-    def flop(self) -> float:
-        """Useful floating point operations of a step: base forward and data gradient, LoRA three times."""
+    def flop(self) -> tuple[float, float]:
+        """Useful floating point operations of forward and backward: the base once each, LoRA once and twice."""
         routes = self.tokens * self.top_k
         base = 2 * routes * 3 * self.hidden * self.intermediate
         lora = 2 * routes * 3 * RANK * (self.hidden + self.intermediate)
-        return 2 * base + 3 * lora
+        return base + lora, base + 2 * lora
+
+    def weight_bytes(self) -> float:
+        """Base weights of the experts that have tokens, which a pass reads once."""
+        return 2.0 * len(self.ids.unique()) * 3 * self.hidden * self.intermediate
+
+
+@dataclass
+class Limits:
+    """What the machine can do: GFLOP/s of its fastest instruction, GB/s read from memory."""
+
+    peak: float = 0.0
+    bandwidth: float = 0.0
+
+    def measure(self, threads: int) -> None:
+        """Measures again; the better value counts, since what a shared machine loses comes back."""
+        from amx_sft_moe import _core
+
+        found = _core.measure_machine(threads, 1 << 29)
+        self.peak = max(self.peak, *found["instructions"].values())
+        self.bandwidth = max(self.bandwidth, found["bandwidth"])
+
+    def step_ms(self, problem: Problem) -> float:
+        memory = problem.weight_bytes() / self.bandwidth
+        return sum(max(flop / self.peak, memory) for flop in problem.flop()) * 1e-6
 
 
 class Ours:
@@ -237,7 +272,9 @@ def measure(
     return times, results
 
 
-def row_of(name: str, passes: list[tuple[float, float]], first_step: float, problem: Problem) -> dict:
+def row_of(
+    name: str, passes: list[tuple[float, float]], first_step: float, problem: Problem, limit_ms: float
+) -> dict:
     step = statistics.median(f + b for f, b in passes)
     return {
         "peer": name,
@@ -246,7 +283,8 @@ def row_of(name: str, passes: list[tuple[float, float]], first_step: float, prob
         "backward_ms": round(statistics.median(b for _, b in passes) * 1e3, 2),
         "step_ms": round(step * 1e3, 2),
         "ratio_to_first": round(step / first_step, 3),
-        "gflops": round(problem.flop() / step * 1e-9),
+        "gflops": round(sum(problem.flop()) / step * 1e-9),
+        "of_limit": round(limit_ms / (step * 1e3), 3),
     }
 
 
@@ -254,6 +292,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shape", default="qwen3-30b-a3b", choices=SHAPES)
     parser.add_argument("--tokens", type=int, default=512)
+    parser.add_argument("--routing", default="uniform", choices=("uniform", "zipf"))
     parser.add_argument("--iterations", type=int, default=7)
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--peers", default="ours,torch-grouped,torch-loop,kt-bf16,kt-int8")
@@ -265,18 +304,26 @@ def main() -> None:
     for name in args.peers.split(","):
         if name not in names:
             print(f"{name}: not installed, left out", file=sys.stderr)
-    problem = Problem.random(args.shape, args.tokens, args.threads)
+    problem = Problem.random(args.shape, args.tokens, args.threads, args.routing)
+    limits = Limits()
+    limits.measure(args.threads)
     times, results = measure({name: build(name, problem) for name in names}, args.iterations)
+    limits.measure(args.threads)
 
     first = statistics.median(f + b for f, b in times[names[0]])
-    rows = [row_of(name, times[name], first, problem) | {"shape": args.shape} for name in names]
+    limit_ms = limits.step_ms(problem)
+    about = {"shape": args.shape, "routing": args.routing, "limit_ms": round(limit_ms, 2)}
+    rows = [row_of(name, times[name], first, problem, limit_ms) | about for name in names]
     print(
-        f"{args.shape}, T={args.tokens}, r={RANK}, {args.threads} threads, {args.iterations} turns, medians, ms"
+        f"{args.shape}, T={args.tokens}, {args.routing} routing, r={RANK}, {args.threads} threads, "
+        f"{args.iterations} turns, medians, ms\n"
+        f"limit {limit_ms:.2f} ms: {limits.peak:.0f} GFLOP/s, {limits.bandwidth:.1f} GB/s"
     )
-    print(f"{'':16}{'forward':>10}{'backward':>10}{'step':>10}{'ratio':>8}{'GFLOP/s':>9}")
+    print(f"{'':16}{'forward':>10}{'backward':>10}{'step':>10}{'ratio':>8}{'GFLOP/s':>9}{'of limit':>10}")
     for row in rows:
         milliseconds = "".join(f"{row[key]:10.2f}" for key in ("forward_ms", "backward_ms", "step_ms"))
-        print(f"{row['peer']:16}{milliseconds}{row['ratio_to_first']:8.2f}{row['gflops']:9d}")
+        rest = f"{row['ratio_to_first']:8.2f}{row['gflops']:9d}{row['of_limit']:10.2f}"
+        print(f"{row['peer']:16}{milliseconds}{rest}")
     for row in rows:
         if args.check:
             mine, theirs = results[names[0]], results[row["peer"]]

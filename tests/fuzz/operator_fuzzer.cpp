@@ -4,8 +4,8 @@
 //
 //     operator_fuzzer [libFuzzer's options] [corpus folder]
 //
-// With AMX_SFT_MOE_FUZZ_CALLS=n the process ends well after n calls of the operator. `make fuzz` runs a
-// million.
+// With AMX_SFT_MOE_FUZZ_CALLS=n the process ends well after n calls of the operator. `make fuzz
+// FUZZ_CALLS=1000000` runs a million.
 #include <cstdio>
 #include <cstdlib>
 #include <deque>

@@ -21,14 +21,20 @@ inline constexpr index_t kNearBytes = 512;
 //   template <int R, class S>          // C [R, cols] += A [R, k] x B [k, cols], B's columns adjacent
 //   static void rows_in_place(const float* a, index_t a_stride, const RowSource<S>& b, index_t k, index_t cols,
 //                             float* c, index_t c_stride);
-//   template <int O, int T, class S>   // C [T, O] += X [T, k] x rows^T, dot products along K
-//   static void dot(const S* const* rows, const S* const* far, index_t far_shift, const float* x,
-//                   index_t x_stride, index_t k, float* c, index_t c_stride);
-// where of far[0], far[1], ... the elements [0, k >> far_shift) are worth asking for.
-template <class Tiles, int MostRows, int DotOuts, int DotTokens>
+//   template <int O, int T, class S>   // C [T, O] += X [T, k] x rows^T, dot products along K; x ordered
+//   static void dot(const S* const* rows, const S* const* far, index_t far_shift, const float* x, index_t k,
+//                   float* c, index_t c_stride);
+//   template <class S>                 // X [tokens, k] -> [k / kLine][tokens][kLine], zeros behind k
+//   static void order(const float* x, index_t x_stride, index_t tokens, index_t k, float* to);
+// where of far[0], far[1], ... the elements [0, k >> far_shift) are worth asking for. kLine elements of a row of W
+// are two vectors of products; bf16 gives those at even places and those at odd places with an operation each.
+template <class Tiles, int MostRows, int MostTokens, int DotOuts, int DotTokens>
 struct InPlaceProducts {
   // Rows of A in gemm_nn, tokens in gemm_nt, up to which weights are read in place.
   static constexpr int kInPlaceRows = MostRows;
+  static constexpr int kInPlaceTokens = MostTokens;
+  // A dot product ends with a sum over lanes, which costs as much as ten vectors of products.
+  static constexpr index_t kInPlaceDepth = 64;
 
   // C [rows, cols] += A [rows, k] x B [k, cols], B's columns adjacent; C's rows have room for whole panels.
   template <class S>
@@ -37,27 +43,49 @@ struct InPlaceProducts {
     rows_of<S>(rows)(a, a_stride, b, k, cols, c, c_stride);
   }
 
+  // Floats of the copy of x that dot_in_place() reads.
+  static constexpr index_t ordered_size(index_t tokens, index_t k) {
+    return tokens * round_up(k, Tiles::kLine);
+  }
+
+  // That copy, for weights of type S: one stream for the tokens of a pass. Rows of x are wanted at once, and from
+  // as many places they came no faster than L2 delivers.
+  template <class S>
+  static void order_tokens(const float* x, index_t x_stride, index_t tokens, index_t k, float* ordered) {
+    const index_t at_once = tokens_at_once(tokens);
+    for (index_t t = 0; t < tokens; t += at_once) {
+      Tiles::template order<S>(x + t * x_stride, x_stride, std::min(at_once, tokens - t), k,
+                               ordered + ordered_size(t, k));
+    }
+  }
+
   // C [tokens, outs] += X [tokens, k] x W^T, W [outs, k] with its columns adjacent. Each pass over some rows of W
   // asks for its share of the next ones: memory does not wait for arithmetic.
   template <class S>
-  static void dot_in_place(const RowSource<S>& w, index_t outs, const float* x, index_t x_stride,
-                           index_t tokens, index_t k, float* c, index_t c_stride) {
-    const index_t far_shift = tokens > DotTokens ? 1 : 0;
+  static void dot_in_place(const RowSource<S>& w, index_t outs, const float* ordered, index_t tokens, index_t k,
+                           float* c, index_t c_stride) {
+    const index_t at_once = tokens_at_once(tokens);
+    const index_t far_shift = tokens > at_once ? 1 : 0;
     for (index_t o = 0; o < outs; o += DotOuts) {
-      for (index_t t = 0; t < tokens; t += DotTokens) {
+      for (index_t t = 0; t < tokens; t += at_once) {
         const S* row[std::size_t{DotOuts}];
         const S* far[std::size_t{DotOuts}];
         for (index_t i = 0; i < DotOuts; ++i) {
           row[i] = w.row(std::min(o + i, outs - 1));
           far[i] = w.row(std::min(o + i + DotOuts, outs - 1)) + (t > 0 ? k / 2 : 0);
         }
-        dot_of<S>(outs - o, tokens - t)(row, far, far_shift, x + t * x_stride, x_stride, k,
-                                        c + t * c_stride + o, c_stride);
+        dot_of<S>(outs - o, std::min(at_once, tokens - t))(row, far, far_shift, ordered + ordered_size(t, k), k,
+                                                           c + t * c_stride + o, c_stride);
       }
     }
   }
 
  private:
+  // Passes of equal height: a last one of few tokens would not hide the latency.
+  static constexpr index_t tokens_at_once(index_t tokens) {
+    return ceil_div(tokens, ceil_div(tokens, index_t{DotTokens}));
+  }
+
   template <class S>
   using Rows = void (*)(const float*, index_t, const RowSource<S>&, index_t, index_t, float*, index_t);
   template <class S>
@@ -69,14 +97,13 @@ struct InPlaceProducts {
   }
 
   template <class S>
-  using Dot = void (*)(const S* const*, const S* const*, index_t, const float*, index_t, index_t, float*,
-                       index_t);
+  using Dot = void (*)(const S* const*, const S* const*, index_t, const float*, index_t, float*, index_t);
   template <class S>
   static Dot<S> dot_of(index_t outs, index_t tokens) {
     return []<int... N>(index_t n, std::integer_sequence<int, N...>) {
       constexpr Dot<S> kOf[] = {&Tiles::template dot<N / DotTokens + 1, N % DotTokens + 1, S>...};
       return kOf[n];
-    }((std::min<index_t>(outs, DotOuts) - 1) * DotTokens + std::min<index_t>(tokens, DotTokens) - 1,
+    }((std::min<index_t>(outs, DotOuts) - 1) * DotTokens + tokens - 1,
            std::make_integer_sequence<int, DotOuts * DotTokens>{});
   }
 };

@@ -29,8 +29,11 @@ struct Blocking {
   static constexpr index_t kMinCols = 32;
   // Wider panels than this make too few tasks; reading 512 bytes of each row is enough for the prefetchers.
   static constexpr index_t kMaxCols = 256;
-  // Few rows of A, the weights read in place: longer pieces of a row come faster, C [8, 512] is a third of L1.
-  static constexpr index_t kMaxColsInPlace = 512;
+  // Strips and products in place need no panel, so more columns cost nothing but C. A row of a weight is a page of
+  // its own or half of one, and its address is translated once for all columns of a task: at 256 columns eight
+  // tasks did so for the same rows (benchmarks/LOG.md). As long as each thread has tasks to choose from.
+  static constexpr index_t kMaxStripCols = 1024;
+  static constexpr index_t kTasksPerThread = 8;
   // Gradients of base weights, gemm_tn at full width. Rows of a gradient that share a task's packed x or h: packing
   // them costs a thousandth of an element a multiply-add, and a gradient still makes tens of tasks.
   static constexpr index_t kGradRowsPerTask = 512;
@@ -60,13 +63,18 @@ struct Blocking {
   index_t cols_for(index_t k) const {
     return MultipliesStrips<Kernel> ? kMaxCols : resident_cols<Kernel>(k);
   }
-  // The same for gemm_nn with so many rows of A.
+  // The same for one such product of each of `experts`, [rows, cols] in fp32, where `threads` share them.
   template <class Kernel>
-  index_t cols_for(index_t k, index_t rows) const {
-    if constexpr (MultipliesInPlace<Kernel>) {
-      if (rows <= Kernel::Microkernel::kInPlaceRows) return kMaxColsInPlace;
-    }
-    return cols_for<Kernel>(k);
+  index_t cols_for(index_t k, index_t rows, index_t cols, index_t experts, int threads) const {
+    if constexpr (!MultipliesStrips<Kernel>) return resident_cols<Kernel>(k);
+    constexpr index_t kFloat = sizeof(float);
+    const auto fits = [&](index_t wide) {
+      return rows * wide * kFloat <= panel_bytes &&
+             experts * ceil_div(cols, wide) >= kTasksPerThread * index_t{threads};
+    };
+    index_t wide = kMaxStripCols;
+    while (wide > kMaxCols && !fits(wide)) wide /= 2;
+    return wide;
   }
   // Tokens of a task of gemm_nt, whose x stays in L2 while the weights pass by.
   template <class Kernel>

@@ -105,8 +105,8 @@ void multiply_rows(Scratch& scratch, const AnyRows& a, index_t rows, const AnyRo
 }
 
 // C [tokens, out] += X [tokens, k] x W^T, W [out, k]; X in rows `x_stride` apart, zeros up to the kernel's unit. Dot
-// products and strips differ in the order of summation; all_tokens, of the expert of which these are some, decide,
-// and not how this machine's caches cut them into tasks: the same bits on every machine.
+// products and strips differ in the order of summation; k and all_tokens, of the expert of which these are some,
+// decide, and not how this machine's caches cut them into tasks: the same bits on every machine.
 template <class Kernel>
 void multiply_columns(Scratch& scratch, const typename Kernel::Compute* x, index_t x_stride, index_t tokens,
                       index_t all_tokens, const AnyRows& w, index_t out, index_t k, float* c,
@@ -114,9 +114,11 @@ void multiply_columns(Scratch& scratch, const typename Kernel::Compute* x, index
   using Micro = typename Kernel::Microkernel;
   using E = typename Kernel::Compute;
   if constexpr (MultipliesInPlace<Kernel>) {
-    if (all_tokens <= Micro::kInPlaceRows && k > 0) {
-      return with_adjacent_rows<Kernel>(scratch, w, out, k, [&](const auto& source) {
-        Micro::dot_in_place(source, out, x, x_stride, tokens, k, c, c_stride);
+    if (all_tokens <= Micro::kInPlaceTokens && k >= Micro::kInPlaceDepth) {
+      return with_adjacent_rows<Kernel>(scratch, w, out, k, [&]<class S>(const arch::RowSource<S>& source) {
+        float* ordered = scratch.a_rows.template as<float>(Micro::ordered_size(tokens, k));
+        Micro::template order_tokens<S>(x, x_stride, tokens, k, ordered);
+        Micro::dot_in_place(source, out, ordered, tokens, k, c, c_stride);
       });
     }
   }

@@ -125,6 +125,13 @@ inline void clear_idle(const AnyExpertTensor& grad, index_t expert) {
   if (!grad.empty()) lora::clear(grad[expert]);
 }
 
+// LoRA's gradients: all rows of an expert, `cols` columns of x, h or their gradients cut into tasks.
+template <class Kernel>
+void add_gradient_tasks(Step<Kernel>& step, int kind, const ExpertRows& expert, index_t cols) {
+  add_tasks(step.work.tasks, kind, expert, expert.rows, cols,
+            step.cols_per_task(expert.rows, expert.rows, cols));
+}
+
 template <class Kernel>
 void add_down_tasks(Step<Kernel>& step, const Gradients& grads) {
   auto& tasks = step.work.tasks;
@@ -133,14 +140,14 @@ void add_down_tasks(Step<Kernel>& step, const Gradients& grads) {
   const bool wants_weight = !grads.weights.down.empty();
   tasks.clear();
   for (const ExpertRows& expert : step.work.routing.active()) {
-    add_tasks(tasks, kDownGemm, expert, gemm::Blocking::kTokensPerTask, step.intermediate,
-              step.blocking.template cols_for<Kernel>(step.hidden, expert.rows));
+    const index_t rows = std::min(expert.rows, gemm::Blocking::kTokensPerTask);
+    add_tasks(tasks, kDownGemm, expert, rows, step.intermediate,
+              step.cols_per_task(step.hidden, rows, step.intermediate));
   }
   for (const ExpertRows& expert : step.work.routing.active()) {
-    const index_t cols = step.blocking.template cols_for<Kernel>(expert.rows);
     if (wants_weight) add_weight_tasks(step, kDownWeight, expert, step.hidden, step.intermediate);
-    if (wants_a) add_tasks(tasks, kDownGradA, expert, expert.rows, step.intermediate, cols);
-    if (wants_b) add_tasks(tasks, kDownGradB, expert, expert.rows, step.hidden, cols);
+    if (wants_a) add_gradient_tasks(step, kDownGradA, expert, step.intermediate);
+    if (wants_b) add_gradient_tasks(step, kDownGradB, expert, step.hidden);
   }
   if (wants_weight) add_idle_tasks(tasks, kDownWeightIdle, step.work.routing, grads);
   if (wants_a || wants_b) add_idle_tasks(tasks, kDownIdle, step.work.routing, grads);
@@ -303,17 +310,17 @@ void add_gate_up_tasks(Step<Kernel>& step, const Gradients& grads) {
   tasks.clear();
   if (!grads.x.empty()) {
     for (const ExpertRows& expert : step.work.routing.active()) {
-      add_tasks(tasks, kBasePass, expert, gemm::Blocking::kTokensPerTask, step.hidden,
-                step.blocking.template cols_for<Kernel>(2 * step.intermediate, expert.rows));
+      const index_t rows = std::min(expert.rows, gemm::Blocking::kTokensPerTask);
+      add_tasks(tasks, kBasePass, expert, rows, step.hidden,
+                step.cols_per_task(2 * step.intermediate, rows, step.hidden));
     }
   }
   for (const ExpertRows& expert : step.work.routing.active()) {
-    const index_t cols = step.blocking.template cols_for<Kernel>(expert.rows);
     if (wants_gate) add_weight_tasks(step, kGateWeight, expert, step.intermediate, step.hidden);
     if (wants_up) add_weight_tasks(step, kUpWeight, expert, step.intermediate, step.hidden);
-    if (wants_a) add_tasks(tasks, kGradA, expert, expert.rows, step.hidden, cols);
-    if (wants_gate_b) add_tasks(tasks, kGradBGate, expert, expert.rows, step.intermediate, cols);
-    if (wants_up_b) add_tasks(tasks, kGradBUp, expert, expert.rows, step.intermediate, cols);
+    if (wants_a) add_gradient_tasks(step, kGradA, expert, step.hidden);
+    if (wants_gate_b) add_gradient_tasks(step, kGradBGate, expert, step.intermediate);
+    if (wants_up_b) add_gradient_tasks(step, kGradBUp, expert, step.intermediate);
   }
   if (wants_gate) add_idle_tasks(tasks, kGateWeightIdle, step.work.routing, grads);
   if (wants_up) add_idle_tasks(tasks, kUpWeightIdle, step.work.routing, grads);

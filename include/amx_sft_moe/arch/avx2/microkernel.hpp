@@ -11,7 +11,7 @@ namespace arch {
 // on Haswell, 8 since. 12 FMA ask for 8 loads, of which every CPU does two a cycle: 4 of the 6 cycles. 4 x 24
 // would ask for 7, but panels are 16 wide. In place: dot products of 3 rows x 4 tokens, 12 accumulators.
 struct Avx2Microkernel : StripTiles<Avx2Microkernel, float, 6, 1>,
-                         InPlaceProducts<avx2::InPlaceTiles, 8, 3, 4> {
+                         InPlaceProducts<avx2::InPlaceTiles, 8, 8, 3, 4> {
   template <class S>
   static void strip_of_rows(const RowSource<S>& src, index_t k, index_t cols, float* strip) {
     avx2::strip_of_rows(src, k, cols, strip);

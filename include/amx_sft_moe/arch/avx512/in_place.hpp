@@ -53,6 +53,26 @@ AMX_SFT_MOE_INLINE AMX_SFT_MOE_TARGET_AVX512 void in_place_steps(const float (&a
   }
 }
 
+// sum [Rows][Tokens] += one half of a line of each row, of which n elements are there, times x, a line of each token
+// after the other.
+template <bool Whole, int Half, std::size_t Rows, std::size_t Tokens, class S>
+AMX_SFT_MOE_INLINE AMX_SFT_MOE_TARGET_AVX512 void dot_line(__m512 (&sum)[Rows][Tokens], const S* const* row,
+                                                           index_t kk, index_t n, const float* x) {
+  __m512 line[Rows];
+  AMX_SFT_MOE_UNROLL
+  for (std::size_t r = 0; r < Rows; ++r) {
+    line[r] = Whole ? load_half<Half>(row[r] + kk) : load_half<Half>(row[r] + kk, n);
+  }
+  AMX_SFT_MOE_UNROLL
+  for (std::size_t t = 0; t < Tokens; ++t) {
+    __m512 value = _mm512_loadu_ps(x + static_cast<index_t>(2 * t + Half) * (kLine / 2));
+    // GCC would load it once for each row, and loads are what there are too many of.
+    __asm__("" : "+v"(value));
+    AMX_SFT_MOE_UNROLL
+    for (std::size_t r = 0; r < Rows; ++r) sum[r][t] = _mm512_fmadd_ps(line[r], value, sum[r][t]);
+  }
+}
+
 struct InPlaceTiles {
   // C [Rows, cols] += A [Rows, k] x B [k, cols], B's columns adjacent; C, in L1, has room for whole panels.
   template <int Rows, class S>
@@ -83,12 +103,28 @@ struct InPlaceTiles {
     }
   }
 
-  // C [Tokens, Rows] += X [Tokens, k] x rows^T.
+  // X [tokens, k] -> [k / kLine][tokens][kLine] in the order of load_half<S>(), zeros behind k.
+  static constexpr index_t kLine = avx512::kLine;
+  template <class S>
+  AMX_SFT_MOE_TARGET_AVX512 static void order(const float* x, index_t x_stride, index_t tokens, index_t k,
+                                              float* to) {
+    for (index_t kk = 0; kk < k; kk += kLine) {
+      for (index_t t = 0; t < tokens; ++t, to += kLine) {
+        const float* from = x + t * x_stride + kk;
+        const bool whole = k - kk >= kLine;
+        const __m512 low = whole ? load_half<0>(from) : load_half<0>(from, k - kk);
+        const __m512 high = whole ? load_half<1>(from) : load_half<1>(from, k - kk);
+        _mm512_storeu_ps(to, half_in_order<0, S>(low, high));
+        _mm512_storeu_ps(to + kLine / 2, half_in_order<1, S>(low, high));
+      }
+    }
+  }
+
+  // C [Tokens, Rows] += X [Tokens, k] x rows^T, X in that order.
   template <int Rows, int Tokens, class S>
   AMX_SFT_MOE_TARGET_AVX512 static void dot(const S* const* row, const S* const* far, index_t far_shift,
-                                            const float* x, index_t x_stride, index_t k, float* c,
-                                            index_t c_stride) {
-    constexpr index_t kChunk = 64 / static_cast<index_t>(sizeof(S));  // a line of W
+                                            const float* x, index_t k, float* c, index_t c_stride) {
+    constexpr index_t kCacheLine = 64 / static_cast<index_t>(sizeof(S));
     __m512 sum[std::size_t{Rows}][std::size_t{Tokens}];
     AMX_SFT_MOE_UNROLL
     for (int r = 0; r < Rows; ++r) {
@@ -96,39 +132,30 @@ struct InPlaceTiles {
       for (int t = 0; t < Tokens; ++t) sum[r][t] = _mm512_setzero_ps();
     }
     index_t kk = 0;
-    for (; kk + kChunk <= k; kk += kChunk) {
-      AMX_SFT_MOE_UNROLL
-      for (int r = 0; r < Rows; ++r) {
-        _mm_prefetch(reinterpret_cast<const char*>(row[r] + kk) + kNearBytes, _MM_HINT_T0);
-        _mm_prefetch(reinterpret_cast<const char*>(far[r] + (kk >> far_shift)), _MM_HINT_T1);
-      }
-      for (index_t at = kk; at < kk + kChunk; at += 16) {
-        __m512 line[std::size_t{Rows}];
+    for (; kk + kLine <= k; kk += kLine, x += kLine * Tokens) {
+      for (index_t at = kk; at < kk + kLine; at += kCacheLine) {
         AMX_SFT_MOE_UNROLL
-        for (int r = 0; r < Rows; ++r) line[r] = load16(row[r] + at);
-        AMX_SFT_MOE_UNROLL
-        for (int t = 0; t < Tokens; ++t) {
-          const __m512 value = _mm512_loadu_ps(x + t * x_stride + at);
-          AMX_SFT_MOE_UNROLL
-          for (int r = 0; r < Rows; ++r) sum[r][t] = _mm512_fmadd_ps(line[r], value, sum[r][t]);
+        for (int r = 0; r < Rows; ++r) {
+          _mm_prefetch(reinterpret_cast<const char*>(row[r] + at) + kNearBytes, _MM_HINT_T0);
+          _mm_prefetch(reinterpret_cast<const char*>(far[r] + (at >> far_shift)), _MM_HINT_T1);
         }
       }
+      dot_line<true, 0>(sum, row, kk, kLine, x);
+      dot_line<true, 1>(sum, row, kk, kLine, x);
     }
-    for (; kk < k; kk += 16) {
-      const __mmask16 lanes = mask16(k - kk);
-      AMX_SFT_MOE_UNROLL  // accumulators that a loop indexes would lie in memory
-          for (int r = 0; r < Rows; ++r) {
-        const __m512 line = load16(row[r] + kk, lanes);
-        AMX_SFT_MOE_UNROLL
-        for (int t = 0; t < Tokens; ++t) {
-          sum[r][t] = _mm512_fmadd_ps(line, load16(x + t * x_stride + kk, lanes), sum[r][t]);
-        }
-      }
+    if (kk < k) {
+      dot_line<false, 0>(sum, row, kk, k - kk, x);
+      dot_line<false, 1>(sum, row, kk, k - kk, x);
     }
+    static_assert(Rows <= 3);
+    constexpr int kSecond = Rows > 1 ? 1 : 0;
+    constexpr int kThird = Rows > 2 ? 2 : 0;
     AMX_SFT_MOE_UNROLL
-    for (int r = 0; r < Rows; ++r) {
+    for (int t = 0; t < Tokens; ++t) {
+      alignas(16) float of_row[4];
+      _mm_store_ps(of_row, sum_lanes(sum[0][t], sum[kSecond][t], sum[kThird][t], sum[0][t]));
       AMX_SFT_MOE_UNROLL
-      for (int t = 0; t < Tokens; ++t) c[t * c_stride + r] += _mm512_reduce_add_ps(sum[r][t]);
+      for (int r = 0; r < Rows; ++r) c[t * c_stride + r] += of_row[r];
     }
   }
 };

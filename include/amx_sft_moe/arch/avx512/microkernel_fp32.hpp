@@ -11,7 +11,7 @@ namespace arch {
 // products, each broadcast 4. Latency times rate is 8: 12 accumulators would do.
 // In place: dot products of 3 rows x 8 tokens, 24 accumulators, 3 registers of W, 1 of x.
 struct Avx512Microkernel : StripTiles<Avx512Microkernel, float, 6, 4>,
-                           InPlaceProducts<avx512::InPlaceTiles, 8, 3, 8> {
+                           InPlaceProducts<avx512::InPlaceTiles, 8, 12, 3, 8> {
   template <class S>
   static void strip_of_rows(const RowSource<S>& src, index_t k, index_t cols, float* strip) {
     avx512::strip_of_rows(src, k, cols, strip);

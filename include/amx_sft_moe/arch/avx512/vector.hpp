@@ -32,6 +32,53 @@ AMX_SFT_MOE_INLINE AMX_SFT_MOE_TARGET_AVX512 __m512 load16(const float* p) {
   return _mm512_loadu_ps(p);
 }
 
+// A line of products is 32 elements in two vectors: of bf16 those at even places, then those at odd places, for which
+// one operation each is enough; of float the first 16, then the others.
+inline constexpr index_t kLine = 32;
+
+template <int Half>
+AMX_SFT_MOE_INLINE AMX_SFT_MOE_TARGET_AVX512 __m512 half_of_pairs(__m512i pairs) {
+  if constexpr (Half == 0) return _mm512_castsi512_ps(_mm512_slli_epi32(pairs, 16));
+  const __m512i high = _mm512_set1_epi32(static_cast<std::int32_t>(0xffff0000U));
+  return _mm512_castsi512_ps(_mm512_and_si512(pairs, high));
+}
+template <int Half>
+AMX_SFT_MOE_INLINE AMX_SFT_MOE_TARGET_AVX512 __m512 load_half(const bf16* p) {
+  return half_of_pairs<Half>(_mm512_loadu_si512(p));
+}
+template <int Half>
+AMX_SFT_MOE_INLINE AMX_SFT_MOE_TARGET_AVX512 __m512 load_half(const float* p) {
+  return _mm512_loadu_ps(p + 16 * Half);
+}
+// Of the first n elements, 0 < n < 32, zeros behind.
+template <int Half>
+AMX_SFT_MOE_INLINE AMX_SFT_MOE_TARGET_AVX512 __m512 load_half(const bf16* p, index_t n) {
+  return half_of_pairs<Half>(_mm512_maskz_loadu_epi16(mask32(n), p));
+}
+template <int Half>
+AMX_SFT_MOE_INLINE AMX_SFT_MOE_TARGET_AVX512 __m512 load_half(const float* p, index_t n) {
+  if (n <= 16 * Half) return _mm512_setzero_ps();
+  return load16(p + 16 * Half, mask16(n - 16 * Half));
+}
+
+// 32 floats, 16 and 16, in the order of load_half() of type S.
+template <int Half, class S>
+AMX_SFT_MOE_INLINE AMX_SFT_MOE_TARGET_AVX512 __m512 half_in_order(__m512 low, __m512 high) {
+  if constexpr (!std::is_same_v<S, bf16>) return Half == 0 ? low : high;
+  const __m512i even = _mm512_set_epi32(30, 28, 26, 24, 22, 20, 18, 16, 14, 12, 10, 8, 6, 4, 2, 0);
+  return _mm512_permutex2var_ps(low, _mm512_or_si512(even, _mm512_set1_epi32(Half)), high);
+}
+
+// The sums over the lanes of a, b, c and d.
+AMX_SFT_MOE_INLINE AMX_SFT_MOE_TARGET_AVX512 __m128 sum_lanes(__m512 a, __m512 b, __m512 c, __m512 d) {
+  const __m512d ab = _mm512_castps_pd(_mm512_add_ps(_mm512_unpacklo_ps(a, b), _mm512_unpackhi_ps(a, b)));
+  const __m512d cd = _mm512_castps_pd(_mm512_add_ps(_mm512_unpacklo_ps(c, d), _mm512_unpackhi_ps(c, d)));
+  const __m512 four =
+      _mm512_add_ps(_mm512_castpd_ps(_mm512_unpacklo_pd(ab, cd)), _mm512_castpd_ps(_mm512_unpackhi_pd(ab, cd)));
+  const __m256 two = _mm256_add_ps(_mm512_castps512_ps256(four), _mm512_extractf32x8_ps(four, 1));
+  return _mm_add_ps(_mm256_castps256_ps128(two), _mm256_extractf128_ps(two, 1));
+}
+
 // Nearest even, as to_bf16(). Integer arithmetic, so that CPUs without VCVTNEPS2BF16 give the same bits and
 // denormals survive.
 AMX_SFT_MOE_INLINE AMX_SFT_MOE_TARGET_AVX512 __m256i round_bf16(__m512 value) {
