@@ -147,3 +147,35 @@ def test_the_implementations_of_transformers_stay() -> None:
     for name in ("grouped_mm", "eager"):
         with pytest.raises(ArgumentError, match="name: expected one that transformers does not have"):
             amx_sft_moe.register(name)
+
+
+@pytest.mark.parametrize("where", ["/nowhere/at/all", "./nowhere", "~/nowhere"])
+def test_a_base_that_is_not_there(where: str, tmp_path: Path) -> None:
+    with pytest.raises(ArgumentError, match=r"base: expected a directory with config.json.*does not exist"):
+        convert_adapter(stock_adapter("qwen3")[0], tmp_path / "out", "per-expert", base=where)
+
+
+@pytest.mark.parametrize("to", ["per-expert", "peft-fused", "ktransformers"])
+def test_a_version_that_is_none(to: str, tmp_path: Path) -> None:
+    with pytest.raises(ArgumentError, match=r"peft_version: expected one like 0.19.1, got 'abc'"):
+        convert_adapter(
+            stock_adapter("qwen3")[0], tmp_path / "out", to, base=checkpoint("qwen3"), peft_version="abc"
+        )
+
+
+def test_a_generation_config_that_is_none(tmp_path: Path) -> None:
+    folder = tmp_path / "model"
+    shutil.copytree(checkpoint("qwen3"), folder)
+    (folder / "generation_config.json").write_text("{")
+    with pytest.raises(ArgumentError, match=r"model: expected a readable generation_config.json"):
+        amx_sft_moe.load_model(folder, progress=False)
+
+
+@pytest.mark.parametrize("optimizer", [None, [8], True])
+def test_an_optimizer_that_is_none(optimizer: Any) -> None:
+    model = get_peft_model(
+        model_of(checkpoint("qwen3")),
+        LoraConfig(target_parameters=["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]),
+    )
+    with pytest.raises(ArgumentError, match=r"optimizer: expected a name or bytes a parameter, got"):
+        amx_sft_moe.prepare(model, optimizer=optimizer)

@@ -182,8 +182,11 @@ def load_base(where: str | os.PathLike[str]) -> BaseModel:
 
     where = os.fspath(where)
     config_file = Path(where) / "config.json"
-    if Path(where).exists() and not config_file.is_file():
-        raise ArgumentError(f"base: expected a directory with config.json, got {where}")
+    # "./x", "/x" and "~/x" are no names of the Hugging Face cache.
+    is_path = Path(where).exists() or where.startswith((".", "/", "~"))
+    if is_path and not config_file.is_file():
+        missing = "" if Path(where).exists() else ", which does not exist"
+        raise ArgumentError(f"base: expected a directory with config.json, got {where}{missing}")
     try:
         config = AutoConfig.from_pretrained(where, local_files_only=True)
         model = _on_meta(config)

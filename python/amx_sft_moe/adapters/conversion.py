@@ -16,6 +16,7 @@ from amx_sft_moe.adapters.base import BaseModel, load_base
 from amx_sft_moe.adapters.files import ADAPTER_FILES, CONFIG, read_json, replaced_directory
 from amx_sft_moe.adapters.formats import read_adapter, write_adapter
 from amx_sft_moe.adapters.fusing import cast
+from amx_sft_moe.adapters.peft_fused import release
 from amx_sft_moe.errors import ArgumentError, StateError
 
 logger = logging.getLogger("amx_sft_moe")
@@ -107,6 +108,8 @@ def convert_adapter(
     target = Path(target)
     if one_scaling and to != "per-expert":
         raise ArgumentError(f"one_scaling: expected format per-expert, got {to}")
+    if peft_version is not None and release(peft_version) is None:
+        raise ArgumentError(f"peft_version: expected one like 0.19.1, got {peft_version!r}")
     if not overwrite and any((target / name).exists() for name in ADAPTER_FILES):
         raise ArgumentError(f"target: expected a directory without an adapter (or overwrite), got {target}")
     if target.exists() and not target.is_dir():

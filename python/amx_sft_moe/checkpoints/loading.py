@@ -246,7 +246,10 @@ def _load(
     options: dict[str, Any],
 ) -> PreTrainedModel:
     if (directory / "generation_config.json").is_file():
-        found = GenerationConfig.from_pretrained(directory, local_files_only=True)
+        try:
+            found = GenerationConfig.from_pretrained(directory, local_files_only=True)
+        except (OSError, ValueError) as reason:
+            raise ArgumentError(f"{directory}: expected a readable generation_config.json: {reason}") from None
         options = {"generation_config": found, **options}
     loaded: Any = architecture.from_pretrained(
         None,

@@ -82,6 +82,8 @@ def optimizer_bytes(optimizer: str | float, parameters: int, parameter_bytes: in
                 f"optimizer: expected one of {', '.join(OPTIMIZERS)} or bytes a parameter, got {optimizer!r}"
             )
         return OPTIMIZERS[optimizer] * parameter_bytes
+    if isinstance(optimizer, bool) or not isinstance(optimizer, (int, float)):
+        raise ArgumentError(f"optimizer: expected a name or bytes a parameter, got {optimizer!r}")
     if not optimizer >= 0:
         raise ArgumentError(f"optimizer: expected at least 0 bytes a parameter, got {optimizer}")
     return round(optimizer * parameters)
