@@ -10,6 +10,9 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
+from amx_sft_moe import timeline
+from amx_sft_moe.timeline import TimelineError
+
 # Group, phases with their share of the group's work, whether it is parallel.
 FORWARD = (
     ("forward_gather", (("route", 1.0),), False, 0.01),
@@ -323,3 +326,29 @@ def global_tid(process: int, thread: int) -> int:
     """nsys's serialised identity of a thread, with a machine's number in the upper bits as real files have
     it."""
     return (1 << 48) | (process << 24) | thread
+
+
+def passes_of(count: int = 3, **options):
+    return list(records(count, options.pop("threads", 3), **options))
+
+
+def read_or_message(path: Path) -> timeline.Timeline | str:
+    try:
+        return timeline.read(path)
+    except TimelineError as error:
+        return str(error)
+
+
+# NVTX events of an export of Nsight Systems, and the names that it keeps apart.
+NVTX = [
+    # start, end, eventType, text, globalTid, textId, domainId
+    (0, None, 75, "library", global_tid(40, 41), None, 1),
+    (100, 900, 59, None, global_tid(40, 41), 1, 1),
+    (200, 300, 59, "inner", global_tid(40, 41), None, 0),
+    (150, 950, 59, None, global_tid(40, 42), 1, 0),
+    (120, 130, 60, "started", global_tid(40, 41), None, 1),
+    (500, None, 59, "open", global_tid(40, 41), None, 0),
+    (500, None, 34, "mark", global_tid(40, 41), None, 0),
+    ("x", 700, 59, "bad", global_tid(40, 41), None, 0),
+]
+STRINGS = {1: "outer", 2: "read", 3: "void gemm<float>(int)", 4: "gemm", 5: "worker"}
