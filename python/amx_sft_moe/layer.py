@@ -12,9 +12,9 @@ from typing import Any
 import torch
 
 from amx_sft_moe import _core
+from amx_sft_moe.arguments import as_int, parse_activation
 from amx_sft_moe.errors import ArgumentError
 from amx_sft_moe.kernels import provider_of
-from amx_sft_moe.sft_moe import as_int, parse_activation
 
 # The order in which the operator has their gradients.
 WEIGHT_NAMES = ("gate_proj", "up_proj", "down_proj", "gate_up_proj")

@@ -13,10 +13,10 @@ import torch
 from torch import nn
 
 from amx_sft_moe import compiled
+from amx_sft_moe.arguments import as_float, as_int
 from amx_sft_moe.autograd import LoraFactors, sft_moe
 from amx_sft_moe.errors import ArgumentError
 from amx_sft_moe.layer import ExpertBiases, ExpertWeights
-from amx_sft_moe.sft_moe import as_float, as_int
 
 __all__ = ["ExpertBiases", "ExpertWeights", "LoraFactors", "SftMoeExperts", "sft_moe"]
 

@@ -9,6 +9,7 @@ from typing import Any, TextIO
 
 from torch import nn
 
+from amx_sft_moe.arguments import as_int
 from amx_sft_moe.errors import ArgumentError
 from amx_sft_moe.integrations import experts_hook, training_memory
 from amx_sft_moe.integrations.trained_parts import (
@@ -24,7 +25,6 @@ from amx_sft_moe.integrations.trained_parts import (
     routed_experts,
 )
 from amx_sft_moe.nn import SftMoeExperts
-from amx_sft_moe.sft_moe import as_int
 
 # Where configurations and routers say k. Names of a setting, and not of models.
 _TOP_K = ("num_experts_per_tok", "num_experts_per_token", "top_k_experts", "moe_top_k", "moe_topk", "top_k")
