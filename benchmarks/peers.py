@@ -313,6 +313,7 @@ def main() -> None:
     first = statistics.median(f + b for f, b in times[names[0]])
     limit_ms = limits.step_ms(problem)
     about = {"shape": args.shape, "routing": args.routing, "limit_ms": round(limit_ms, 2)}
+    about |= {"peak_gflops": round(limits.peak), "bandwidth": round(limits.bandwidth, 1)}
     rows = [row_of(name, times[name], first, problem, limit_ms) | about for name in names]
     print(
         f"{args.shape}, T={args.tokens}, {args.routing} routing, r={RANK}, {args.threads} threads, "
