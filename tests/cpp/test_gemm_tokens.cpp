@@ -2,6 +2,8 @@
 // same tokens have in a task with all of them, also where few tokens of an expert take another path.
 #include <gtest/gtest.h>
 
+#include <algorithm>
+#include <cmath>
 #include <cstring>
 #include <numeric>
 #include <vector>
@@ -34,6 +36,8 @@ class GemmTokens : public testing::Test {
   std::vector<float> product(index_t first, index_t tokens, index_t all_tokens) {
     const index_t stride = gemm::token_stride<Kernel>(kIn) * arch::kPanelCols;
     AlignedBuffer<E> packed(ceil_div(tokens, arch::kPanelCols) * stride);
+    // What lies behind a token's K must not be used, not even times zero.
+    std::fill_n(packed.data(), packed.capacity(), from_float<E>(std::nanf("")));
     const MatrixView<const float> x{x_.data() + first * kIn, tokens, kIn, kIn};
     gemm::pack_operand<Kernel>(x, tokens, kIn, {packed.data(), stride});
     const MatrixView<const W> weights{weights_.data(), kOut, kIn, kIn};
