@@ -20,6 +20,7 @@ using amx_sft_moe::AnyConstMatrix;
 using amx_sft_moe::AnyExpertTensor;
 using amx_sft_moe::AnyMatrix;
 using amx_sft_moe::ArgumentError;
+using amx_sft_moe::Config;
 using amx_sft_moe::Gradients;
 using amx_sft_moe::LoraGradients;
 using amx_sft_moe::Routing;
@@ -292,6 +293,18 @@ TEST_F(MisuseOfCalls, BackwardFromCallersBuffers) {
       expect_still_usable();
     }
   }
+}
+
+TEST_F(MisuseOfCalls, MoreRoutesThan32BitsCount) {
+  Config config = problem_.config();
+  config.max_tokens.reset();
+  Moe<Kernel> moe = make_moe<Kernel>(problem_, config);
+  Routing routing = problem_.routing();
+  routing.tokens = amx_sft_moe::index_t{1} << 30;
+  outputs_.poison();
+  expect_refused<ArgumentError>([&] { moe.forward_sft(routing, problem_.x(), outputs_.y()); },
+                                {"routing.tokens", "1073741823", "1073741824"});
+  expect_nothing_written();
 }
 
 // Weights, factors, biases and activations are read while gradients are written.

@@ -45,6 +45,10 @@ std::vector<BadConfig> bad_configs() {
        [](Config& c) {
          c.activation = amx_sft_moe::ClampedGlu{-7.0F, 1.702F};
        }},
+      {{"alpha", "finite", "inf"},
+       [](Config& c) {
+         c.activation = amx_sft_moe::ClampedGlu{7.0F, std::numeric_limits<float>::infinity()};
+       }},
   };
 }
 

@@ -15,7 +15,7 @@ _TILES = ["amx_bf16_bf16"]  # K by 32 elements: zeros behind a short K are read,
 PARTS = {
     "arch/portable": (14, [["portable_bf16", "portable_fp32"]]),
     "arch/avx2": (14, [["avx2_bf16", "avx2_fp32"]]),
-    "arch/avx512": (24, [["avx512_bf16", "avx512_bf16_bf16"]]),
+    "arch/avx512": (24, [["avx512_bf16", "avx512_bf16_bf16"], _TILES]),  # the tiles' rows are packed there
     "arch/amx": (12, [_TILES]),
     "gemm": (16, [_PLAIN, _TILES]),
     "lora": (12, [_PLAIN, _TILES]),
