@@ -27,7 +27,7 @@ LABELS = list(dict.fromkeys(label for _, groups in PARTS.values() for group in g
 
 # Lines whose change alters speed or a message only, or that another program than these tests covers.
 _LEFT_OUT = re.compile(
-    r"prefetch|static_assert|^\s*//|^\s*#|template <|AMX_SFT_MOE_UNROLL|timer|Phase::|\btime\(|level_threads"
+    r"prefetch|[Aa]head|static_assert|^\s*//|^\s*#|template <|AMX_SFT_MOE_UNROLL|timer|Phase::|\btime\(|level_threads"
     r"|^\s*(using|struct|class)\b|concat\(|NOLINT|memory_order|noexcept|\bbytes\b|\bthrow\b|default;|^\s*\""
     r"|^\s*(std::size_t|index_t|int|bool|float)( \w+ = \w+,?)+;|reserve_threads"
 )
