@@ -13,7 +13,7 @@ _TILES = ["amx_bf16_bf16"]  # K by 32 elements: zeros behind a short K are read,
 # How many mutants of each part, and the kernels (labels of tests/support/moe.hpp) whose tests have to notice:
 # one group after the other, until one does.
 PARTS = {
-    "arch/portable": (14, [["portable_bf16", "portable_fp32"]]),
+    "arch/portable": (14, [["portable_bf16", "portable_fp32"], _TILES]),  # where operands are strided
     "arch/avx2": (14, [["avx2_bf16", "avx2_fp32"]]),
     "arch/avx512": (24, [["avx512_bf16", "avx512_bf16_bf16"], _TILES]),  # the tiles' rows are packed there
     "arch/amx": (12, [_TILES]),
@@ -27,9 +27,9 @@ LABELS = list(dict.fromkeys(label for _, groups in PARTS.values() for group in g
 
 # Lines whose change alters speed or a message only, or that another program than these tests covers.
 _LEFT_OUT = re.compile(
-    r"prefetch|[Aa]head|static_assert|^\s*//|^\s*#|template <|AMX_SFT_MOE_UNROLL|timer|Phase::|\btime\(|level_threads"
+    r"prefetch|[Aa]head|static_assert|^\s*//|^\s*#|template <|AMX_SFT_MOE_UNROLL|timer|Phase::|\btime\("
     r"|^\s*(using|struct|class)\b|concat\(|NOLINT|memory_order|noexcept|\bbytes\b|\bthrow\b|default;|^\s*\""
-    r"|^\s*(std::size_t|index_t|int|bool|float)( \w+ = \w+,?)+;|reserve_threads"
+    r"|^\s*(std::size_t|index_t|int|bool|float)( \w+ = \w+,?)+;|(reserve|level)_threads"
 )
 _FILES_LEFT_OUT = {"gemm/blocking.hpp", "operator/kernel_registry.hpp", "operator/any_sft_moe.hpp"}
 
