@@ -103,6 +103,7 @@ inline constexpr std::array kCases = {
     Case{"shared_a", 16, 2, 4, 48, 64, {8, 8, 8}, kDistinct, true},
     Case{"shared_a_odd", 17, 2, 3, 37, 29, {5, 5, 0}, kSkipped, true},
     Case{"shared_a_rank_33", 19, 2, 3, 64, 48, {33, 33, 33}, kDistinct, true},
+    Case{"shared_a_rank_1", 16, 2, 4, 48, 64, {1, 1, 1}, kDistinct, true},
     // Routing.
     Case{"every_expert", 7, 5, 5, 32, 32, {8, 8, 8}},
     Case{"duplicate_ids", 16, 4, 4, 32, 48, {8, 8, 8}, kDuplicates},
