@@ -27,13 +27,13 @@ inline constexpr index_t kNearBytes = 512;
 //   template <class S>                 // X [tokens, k] -> [k / kLine][tokens][kLine], zeros behind k
 //   static void order(const float* x, index_t x_stride, index_t tokens, index_t k, float* to);
 // where of far[0], far[1], ... the elements [0, k >> far_shift) are worth asking for. kLine elements of a row of W
-// are two vectors of products; bf16 gives those at even places and those at odd places with an operation each.
+// are two vectors of products, in an order that suits the type and the instructions.
 template <class Tiles, int MostRows, int MostTokens, int DotOuts, int DotTokens>
 struct InPlaceProducts {
   // Rows of A in gemm_nn, tokens in gemm_nt, up to which weights are read in place.
   static constexpr int kInPlaceRows = MostRows;
   static constexpr int kInPlaceTokens = MostTokens;
-  // A dot product ends with a sum over lanes, which costs as much as ten vectors of products.
+  // A dot product ends with a sum over lanes, which costs as much as several vectors of products.
   static constexpr index_t kInPlaceDepth = 64;
 
   // C [rows, cols] += A [rows, k] x B [k, cols], B's columns adjacent; C's rows have room for whole panels.

@@ -1,6 +1,8 @@
 // Register tiles of the products for few rows of A, see arch/in_place.hpp.
 #pragma once
 
+#include <algorithm>
+
 #include "amx_sft_moe/arch/avx2/vector.hpp"
 #include "amx_sft_moe/arch/in_place.hpp"
 
@@ -52,6 +54,10 @@ AMX_SFT_MOE_INLINE AMX_SFT_MOE_TARGET_AVX2 void in_place_steps(const float (&a)[
   }
 }
 
+// Two vectors, in the order of memory: to take bf16 apart by even and odd places wants a mask, and 12 accumulators,
+// 3 lines and 1 x are all 16 registers.
+inline constexpr index_t kLine = 2 * kLanes;
+
 // sum [Rows][Tokens] += one half of a line of each row, of which n elements are there, times x, a line of each token
 // after the other.
 template <bool Whole, int Half, std::size_t Rows, std::size_t Tokens, class S>
@@ -60,13 +66,12 @@ AMX_SFT_MOE_INLINE AMX_SFT_MOE_TARGET_AVX2 void dot_line(__m256 (&sum)[Rows][Tok
   __m256 line[Rows];
   AMX_SFT_MOE_UNROLL
   for (std::size_t r = 0; r < Rows; ++r) {
-    line[r] = Whole ? load_half<Half>(row[r] + kk) : load_half<Half>(row[r] + kk, n);
+    const S* from = row[r] + kk + Half * kLanes;
+    line[r] = Whole ? load8(from) : load8(from, n - Half * kLanes);
   }
   AMX_SFT_MOE_UNROLL
   for (std::size_t t = 0; t < Tokens; ++t) {
-    __m256 value = _mm256_loadu_ps(x + static_cast<index_t>(2 * t + Half) * (kLine / 2));
-    // GCC would load it once for each row, and loads are what there are too many of.
-    __asm__("" : "+x"(value));
+    const __m256 value = _mm256_loadu_ps(x + static_cast<index_t>(2 * t + Half) * kLanes);
     AMX_SFT_MOE_UNROLL
     for (std::size_t r = 0; r < Rows; ++r) sum[r][t] = _mm256_fmadd_ps(line[r], value, sum[r][t]);
   }
@@ -103,7 +108,7 @@ struct InPlaceTiles {
     }
   }
 
-  // X [tokens, k] -> [k / kLine][tokens][kLine] in the order of load_half<S>(), zeros behind k.
+  // X [tokens, k] -> [k / kLine][tokens][kLine], zeros behind k.
   static constexpr index_t kLine = avx2::kLine;
   template <class S>
   AMX_SFT_MOE_TARGET_AVX2 static void order(const float* x, index_t x_stride, index_t tokens, index_t k,
@@ -111,11 +116,8 @@ struct InPlaceTiles {
     for (index_t kk = 0; kk < k; kk += kLine) {
       for (index_t t = 0; t < tokens; ++t, to += kLine) {
         const float* from = x + t * x_stride + kk;
-        const bool whole = k - kk >= kLine;
-        const __m256 low = whole ? load_half<0>(from) : load_half<0>(from, k - kk);
-        const __m256 high = whole ? load_half<1>(from) : load_half<1>(from, k - kk);
-        _mm256_storeu_ps(to, half_in_order<0, S>(low, high));
-        _mm256_storeu_ps(to + kLine / 2, half_in_order<1, S>(low, high));
+        _mm256_storeu_ps(to, load8(from, k - kk));
+        _mm256_storeu_ps(to + kLanes, load8(from + kLanes, k - kk - kLanes));
       }
     }
   }
@@ -125,6 +127,7 @@ struct InPlaceTiles {
   AMX_SFT_MOE_TARGET_AVX2 static void dot(const S* const* row, const S* const* far, index_t far_shift,
                                           const float* x, index_t k, float* c, index_t c_stride) {
     constexpr index_t kCacheLine = 64 / static_cast<index_t>(sizeof(S));
+    constexpr index_t kStep = std::max(kLine, kCacheLine);
     __m256 sum[std::size_t{Rows}][std::size_t{Tokens}];
     AMX_SFT_MOE_UNROLL
     for (int r = 0; r < Rows; ++r) {
@@ -132,14 +135,22 @@ struct InPlaceTiles {
       for (int t = 0; t < Tokens; ++t) sum[r][t] = _mm256_setzero_ps();
     }
     index_t kk = 0;
-    for (; kk + kLine <= k; kk += kLine, x += kLine * Tokens) {
-      for (index_t at = kk; at < kk + kLine; at += kCacheLine) {
+    for (; kk + kStep <= k; kk += kStep) {
+      AMX_SFT_MOE_UNROLL
+      for (index_t at = kk; at < kk + kStep; at += kCacheLine) {
         AMX_SFT_MOE_UNROLL
         for (int r = 0; r < Rows; ++r) {
           _mm_prefetch(reinterpret_cast<const char*>(row[r] + at) + kNearBytes, _MM_HINT_T0);
           _mm_prefetch(reinterpret_cast<const char*>(far[r] + (at >> far_shift)), _MM_HINT_T1);
         }
       }
+      AMX_SFT_MOE_UNROLL
+      for (index_t at = kk; at < kk + kStep; at += kLine, x += kLine * Tokens) {
+        dot_line<true, 0>(sum, row, at, kLine, x);
+        dot_line<true, 1>(sum, row, at, kLine, x);
+      }
+    }
+    for (; kk + kLine <= k; kk += kLine, x += kLine * Tokens) {
       dot_line<true, 0>(sum, row, kk, kLine, x);
       dot_line<true, 1>(sum, row, kk, kLine, x);
     }

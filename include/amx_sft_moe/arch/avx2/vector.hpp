@@ -71,41 +71,6 @@ AMX_SFT_MOE_INLINE AMX_SFT_MOE_TARGET_AVX2 void store8(bf16* p, index_t n, __m25
   for (index_t i = 0; i < n; ++i) p[i] = tail[i];
 }
 
-// A line of products is 16 elements in two vectors: of bf16 those at even places, then those at odd places, for which
-// one operation each is enough; of float the first 8, then the others.
-inline constexpr index_t kLine = 2 * kLanes;
-
-template <int Half>
-AMX_SFT_MOE_INLINE AMX_SFT_MOE_TARGET_AVX2 __m256 load_half(const bf16* p) {
-  const __m256i pairs = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p));
-  if constexpr (Half == 0) return _mm256_castsi256_ps(_mm256_slli_epi32(pairs, 16));
-  const __m256i high = _mm256_set1_epi32(static_cast<std::int32_t>(0xffff0000U));
-  return _mm256_castsi256_ps(_mm256_and_si256(pairs, high));
-}
-template <int Half>
-AMX_SFT_MOE_INLINE AMX_SFT_MOE_TARGET_AVX2 __m256 load_half(const float* p) {
-  return _mm256_loadu_ps(p + kLanes * Half);
-}
-// Of the first n elements, 0 < n < 16, zeros behind.
-template <int Half>
-AMX_SFT_MOE_INLINE AMX_SFT_MOE_TARGET_AVX2 __m256 load_half(const bf16* p, index_t n) {
-  alignas(32) bf16 tail[kLine] = {};
-  for (index_t i = 0; i < n; ++i) tail[i] = p[i];
-  return load_half<Half>(tail);
-}
-template <int Half>
-AMX_SFT_MOE_INLINE AMX_SFT_MOE_TARGET_AVX2 __m256 load_half(const float* p, index_t n) {
-  return load8(p + kLanes * Half, n - kLanes * Half);
-}
-
-// 16 floats, 8 and 8, in the order of load_half() of type S.
-template <int Half, class S>
-AMX_SFT_MOE_INLINE AMX_SFT_MOE_TARGET_AVX2 __m256 half_in_order(__m256 low, __m256 high) {
-  if constexpr (!std::is_same_v<S, bf16>) return Half == 0 ? low : high;
-  const __m256 lanes = _mm256_shuffle_ps(low, high, Half == 0 ? 0x88 : 0xdd);  // 0 2 8 10, 4 6 12 14
-  return _mm256_castpd_ps(_mm256_permute4x64_pd(_mm256_castps_pd(lanes), 0xd8));
-}
-
 AMX_SFT_MOE_INLINE AMX_SFT_MOE_TARGET_AVX2 float sum_lanes(__m256 value) {
   __m128 four = _mm_add_ps(_mm256_castps256_ps128(value), _mm256_extractf128_ps(value, 1));
   four = _mm_add_ps(four, _mm_movehl_ps(four, four));
