@@ -71,6 +71,16 @@ double run(Operands<Kernel>& operands, int threads, index_t tasks, Work&& work) 
   });
 }
 
+// A product with each matrix, cut as the operator cuts it: rows of tokens, then columns of the result.
+struct Tasks {
+  index_t matrices, rows, cols;
+
+  index_t count() const { return matrices * rows * cols; }
+  index_t matrix(index_t task) const { return task / (rows * cols); }
+  index_t row(index_t task) const { return task / cols % rows; }
+  index_t col(index_t task) const { return task % cols; }
+};
+
 template <class Kernel>
 double nt_seconds(Operands<Kernel>& operands, const Shape& shape, index_t m, int threads) {
   using E = typename Kernel::Compute;
@@ -79,38 +89,46 @@ double nt_seconds(Operands<Kernel>& operands, const Shape& shape, index_t m, int
   gemm::pack_operand<Kernel>(
       MatrixView<const typename Kernel::Weight>{operands.activations.data(), m, shape.in, shape.in}, m,
       shape.in, x);
-  const index_t per_matrix = ceil_div(shape.out, gemm::Blocking::kOutRows<Kernel>);
-  return run<Kernel>(
-      operands, threads, operands.matrices * per_matrix, [&](auto& context, float* result, index_t task) {
-        const index_t first = task % per_matrix * gemm::Blocking::kOutRows<Kernel>;
-        const index_t rows = std::min(gemm::Blocking::kOutRows<Kernel>, shape.out - first);
-        const auto weight = gemm::AnyRows(operands.matrix(task / per_matrix, shape)).from(first, 0);
-        const std::array<gemm::Term<E>, 1> terms{{{weight, shape.in, {x.data, x.panel_stride}}}};
-        const std::array<std::span<const gemm::Term<E>>, 1> outputs{{terms}};
-        gemm::gemm_nt<Kernel>(context, rows, m, m, outputs, [&](const std::array<gemm::TokenBlock, 1>& blocks) {
-          const gemm::TokenBlock& block = blocks[0];
-          gemm::store_tokens<Kernel>(block, result + block.token * shape.out + first + block.out, shape.out,
-                                     1.0F, nullptr);
-        });
-      });
+  const index_t step = std::min(m, gemm::Blocking::of_this_machine().tokens_for<Kernel>(shape.in));
+  const Tasks tasks{operands.matrices, ceil_div(m, step),
+                    ceil_div(shape.out, gemm::Blocking::kOutRows<Kernel>)};
+  return run<Kernel>(operands, threads, tasks.count(), [&](auto& context, float* result, index_t task) {
+    const index_t token = tasks.row(task) * step;
+    const index_t tokens = std::min(step, m - token);
+    const index_t first = tasks.col(task) * gemm::Blocking::kOutRows<Kernel>;
+    const index_t rows = std::min(gemm::Blocking::kOutRows<Kernel>, shape.out - first);
+    const auto weight = gemm::AnyRows(operands.matrix(tasks.matrix(task), shape)).from(first, 0);
+    const auto x_here = x.from_column(token);
+    const std::array<gemm::Term<E>, 1> terms{{{weight, shape.in, {x_here.data, x_here.panel_stride}}}};
+    const std::array<std::span<const gemm::Term<E>>, 1> outputs{{terms}};
+    const auto store_block = [&](const std::array<gemm::TokenBlock, 1>& blocks) {
+      const gemm::TokenBlock& block = blocks[0];
+      gemm::store_tokens<Kernel>(block, result + (token + block.token) * shape.out + first + block.out,
+                                 shape.out, 1.0F, nullptr);
+    };
+    gemm::gemm_nt<Kernel>(context, rows, tokens, m, outputs, store_block);
+  });
 }
 
 template <class Kernel>
 double nn_seconds(Operands<Kernel>& operands, const Shape& shape, index_t m, int threads) {
+  const index_t step = std::min(m, gemm::Blocking::kTokensPerTask);
   const index_t wide =
-      gemm::Blocking::of_this_machine().cols_for<Kernel>(shape.out, m, shape.in, operands.matrices, threads);
-  const index_t per_matrix = ceil_div(shape.in, wide);
-  return run<Kernel>(
-      operands, threads, operands.matrices * per_matrix, [&](auto& context, float* result, index_t task) {
-        const index_t first = task % per_matrix * wide;
-        const index_t cols = std::min(wide, shape.in - first);
-        const auto weight = gemm::AnyRows(operands.matrix(task / per_matrix, shape)).from(0, first);
-        const MatrixView<typename Kernel::Weight> grad{operands.activations.data(), m, shape.out, shape.out};
-        const std::array<gemm::NnTerm, 1> terms{{{grad, weight, shape.out}}};
-        gemm::gemm_nn<Kernel>(context, m, cols, terms, [&](const gemm::Block& block) {
-          store<Kernel>(block, result + first, shape.in);
-        });
-      });
+      gemm::Blocking::of_this_machine().cols_for<Kernel>(shape.out, step, shape.in, operands.matrices, threads);
+  const Tasks tasks{operands.matrices, ceil_div(m, step), ceil_div(shape.in, wide)};
+  return run<Kernel>(operands, threads, tasks.count(), [&](auto& context, float* result, index_t task) {
+    const index_t row = tasks.row(task) * step;
+    const index_t rows = std::min(step, m - row);
+    const index_t first = tasks.col(task) * wide;
+    const index_t cols = std::min(wide, shape.in - first);
+    const auto weight = gemm::AnyRows(operands.matrix(tasks.matrix(task), shape)).from(0, first);
+    const MatrixView<typename Kernel::Weight> grad{operands.activations.data() + row * shape.out, rows,
+                                                   shape.out, shape.out};
+    const std::array<gemm::NnTerm, 1> terms{{{grad, weight, shape.out}}};
+    gemm::gemm_nn<Kernel>(context, rows, cols, terms, [&](const gemm::Block& block) {
+      store<Kernel>(block, result + row * shape.in + first, shape.in);
+    });
+  });
 }
 
 // grad_A [r, in] = v^T x: `m` tokens of x are the streamed operand, taken from the weights' memory.

@@ -107,12 +107,19 @@ _OPERATORS: dict[str, list[tuple[str, str]]] = {
 _STATEMENT = re.compile(r"^\s+[\w:.\->\[\]*]+(?:<[\w:, ]+>)?(?:\(.*\)| [-+*]?= .*);\s*$")
 
 
+# The smaller or larger of two: at equality either one, so that < for <= changes nothing.
+_CHOICE = re.compile(r"(\w[\w .+\-*()]*?) [<>]=? ([\w.]+) \? (?:\1 : \2|\2 : \1)\b")
+
+
 def _mutations_of(line: str) -> list[tuple[str, str]]:
     code, _, comment = line.partition("//")
+    choices = [match.span() for match in _CHOICE.finditer(code)]
     found = []
     for kind, patterns in _OPERATORS.items():
         for pattern, replacement in patterns:
             for match in re.finditer(pattern, code):
+                if kind == "tail off by one" and any(a < match.start() < b for a, b in choices):
+                    continue
                 new = code[: match.start()] + replacement + code[match.end() :]
                 found.append((kind, new + ("//" + comment if comment else "")))
     if _STATEMENT.match(code) and not re.match(r"\s+(const|auto|return|index_t|int|float)\b", code):
