@@ -54,11 +54,10 @@ AMX_SFT_MOE_TARGET_AVX2 inline void pack_rows(const RowSource<S>& src, index_t k
   }
 }
 
-// See PortableRows::pack_columns. A panel's columns are two groups of eight rows of src.
+// See avx512::pack_columns. A panel's columns are two groups of eight rows of src.
 template <class S>
 AMX_SFT_MOE_TARGET_AVX2 inline void pack_columns(const RowSource<S>& src, index_t cols, index_t k,
                                                  index_t k_padded, float* panels, index_t panel_stride) {
-  if (src.col_stride != 1) return PortableRows::pack_columns(src, cols, k, k_padded, panels, panel_stride);
   const index_t padded_cols = round_up(cols, kPanelCols);
   for (index_t j = 0; j < padded_cols; j += kLanes) {
     float* out = panels + j / kPanelCols * panel_stride + j % kPanelCols;

@@ -29,9 +29,6 @@ struct Avx2Rows {
   AMX_SFT_MOE_TARGET_AVX2 static void stage_transposed(const RowSource<S>& src, index_t rows, index_t k,
                                                        index_t k_padded, const float* weights, E* dst,
                                                        index_t dst_stride) {
-    if (src.col_stride != 1) {
-      return PortableRows::stage_transposed(src, rows, k, k_padded, weights, dst, dst_stride);
-    }
     for (index_t kk = 0; kk < k_padded; kk += 8) {
       for (index_t i = 0; i < rows; i += 8) {
         __m256 r[8];

@@ -143,11 +143,11 @@ AMX_SFT_MOE_TARGET_AVX512 inline void transpose_columns(const RowSource<S>& src,
   }
 }
 
-// See PortableRows::pack_columns.
+// B operand from rows along N: src [cols, k], columns adjacent -> panels, zeros up to k_padded and to whole panels;
+// src's row j becomes column j.
 template <class E, class S>
 void pack_columns(const RowSource<S>& src, index_t cols, index_t k, index_t k_padded, E* panels,
                   index_t panel_stride) {
-  if (src.col_stride != 1) return PortableRows::pack_columns(src, cols, k, k_padded, panels, panel_stride);
   transpose_columns(src, cols, k, k_padded, panels, panel_stride, kPanelCols * kPairing<E>);
 }
 

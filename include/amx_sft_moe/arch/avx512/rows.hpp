@@ -1,5 +1,5 @@
 // Row operations with AVX512 (F, BW, DQ, VL): the same interface and the same meaning as PortableRows, whose
-// functions serve whatever has no adjacent columns.
+// functions serve whatever has no adjacent columns; and pack_columns, for kernels of tiles.
 #pragma once
 
 #include "amx_sft_moe/arch/avx512/pack.hpp"
@@ -39,9 +39,6 @@ struct Avx512Rows {
   AMX_SFT_MOE_TARGET_AVX512 static void stage_transposed(const RowSource<S>& src, index_t rows, index_t k,
                                                          index_t k_padded, const float* weights, E* dst,
                                                          index_t dst_stride) {
-    if (src.col_stride != 1) {
-      return PortableRows::stage_transposed(src, rows, k, k_padded, weights, dst, dst_stride);
-    }
     for (index_t kk = 0; kk < k_padded; kk += 16) {
       for (index_t i = 0; i < rows; i += 16) {
         __m512i r[16];

@@ -44,11 +44,6 @@ struct PairedAvx512Rows : Avx512Rows {
   template <class E, class S>
   static void pack_columns(const RowSource<S>& src, index_t cols, index_t k, index_t k_padded, E* panels,
                            index_t panel_stride) {
-    if (src.col_stride != 1) {
-      return pack_elements(cols, k_padded, panels, panel_stride, 0, [&](index_t kk, index_t c) {
-        return kk < k && c < cols ? to_float(src.row(c)[kk * src.col_stride]) : 0.0F;
-      });
-    }
     constexpr index_t kGroup = kPairing<E>;
     for (index_t c = 0; c < cols; c += kPairCols) {
       const index_t here = cols - c < kPairCols ? cols - c : kPairCols;

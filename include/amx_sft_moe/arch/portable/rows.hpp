@@ -27,26 +27,6 @@ struct PortableRows {
     }
   }
 
-  // B operand from rows along N: src [cols, k] -> panels; src's row j becomes column j.
-  template <class E, class S>
-  static void pack_columns(const RowSource<S>& src, index_t cols, index_t k, index_t k_padded, E* panels,
-                           index_t panel_stride) {
-    constexpr index_t kGroup = kPairing<E>;
-    const index_t padded_cols = round_up(cols, kPanelCols);
-    for (index_t j = 0; j < padded_cols; ++j) {
-      E* out = panels + j / kPanelCols * panel_stride + j % kPanelCols * kGroup;
-      const S* row = j < cols ? src.row(j) : nullptr;
-      const index_t here = row == nullptr ? 0 : k;
-      for (index_t kk = 0; kk < here; ++kk) {
-        out[kk / kGroup * (kPanelCols * kGroup) + kk % kGroup] =
-            from_float<E>(to_float(row[kk * src.col_stride]));
-      }
-      for (index_t kk = here; kk < k_padded; ++kk) {
-        out[kk / kGroup * (kPanelCols * kGroup) + kk % kGroup] = from_float<E>(0.0F);
-      }
-    }
-  }
-
   // A operand: src [rows, k] -> dst [rows, k_padded] contiguous in K, zeros up to k_padded.
   template <class E, class S>
   static void stage(const RowSource<S>& src, index_t rows, index_t k, index_t k_padded, E* dst,
@@ -59,8 +39,8 @@ struct PortableRows {
     }
   }
 
-  // A operand of gemm_tn: src [k, rows] -> dst [rows, k_padded], each of src's rows times its weight where
-  // given.
+  // A operand of gemm_tn: src [k, rows], columns adjacent -> dst [rows, k_padded], each of src's rows times its weight
+  // where given.
   template <class E, class S>
   static void stage_transposed(const RowSource<S>& src, index_t rows, index_t k, index_t k_padded,
                                const float* weights, E* dst, index_t dst_stride) {
@@ -68,8 +48,7 @@ struct PortableRows {
       const S* row = kk < k ? src.row(kk) : nullptr;
       const float weight = row != nullptr && weights != nullptr ? weights[kk] : 1.0F;
       for (index_t i = 0; i < rows; ++i) {
-        dst[i * dst_stride + kk] =
-            from_float<E>(row == nullptr ? 0.0F : to_float(row[i * src.col_stride]) * weight);
+        dst[i * dst_stride + kk] = from_float<E>(row == nullptr ? 0.0F : to_float(row[i]) * weight);
       }
     }
   }
