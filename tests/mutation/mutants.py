@@ -31,7 +31,7 @@ _LEFT_OUT = re.compile(
     r"|^\s*(using|struct|class)\b|concat\(|NOLINT|memory_order|noexcept|\bbytes\b|\bthrow\b|default;|^\s*\""
     r"|^\s*(std::size_t|index_t|int|bool|float)( \w+ = \w+,?)+;|(reserve|level)_threads"
 )
-# Sizes that change speed only; the registry, with tests of its own; panels that only the kernel onednn has made.
+# Sizes that change speed only; the registry, with tests of its own; panels that only the kernel onednn has.
 _FILES_LEFT_OUT = {
     "gemm/blocking.hpp",
     "operator/kernel_registry.hpp",
