@@ -43,7 +43,7 @@ struct Operands {
     matrices = (index_t{3} << 29) / (shape.out * shape.in * static_cast<index_t>(sizeof(W)));
     bench::fill(weights, matrices * shape.out * shape.in, 0.02F, 1);
     bench::fill(activations, most_rows * std::max(shape.in, shape.out), 1.0F, 2);
-    for (auto& result : results) result.reserve(most_rows * std::max(shape.in, shape.out));
+    for (auto& result : results) result.reserve(std::max(most_rows, kRank) * std::max(shape.in, shape.out));
     x_panels.reserve(round_up(most_rows, arch::kPanelCols) * gemm::token_stride<Kernel>(shape.in));
   }
   MatrixView<const W> matrix(index_t i, const Shape& shape) const {
