@@ -58,7 +58,7 @@ struct OneDnnWithAvx2 {
 struct OneDnnAnywhere {
   static constexpr bool kPaired = false;
   static constexpr std::string_view kVariant = "plain";
-  using Rows = arch::PortableRows;
+  using Rows = arch::PortablePanelRows;
   using Activation = arch::PortableActivation;
   static bool available() { return true; }
 };

@@ -72,5 +72,25 @@ struct PairedAvx512Rows : Avx512Rows {
   }
 };
 
+// Without instructions of its own: PortableRows, and panels from columns.
+struct PortablePanelRows : PortableRows {
+  // See avx512::pack_columns.
+  template <class E, class S>
+  static void pack_columns(const RowSource<S>& src, index_t cols, index_t k, index_t k_padded, E* panels,
+                           index_t panel_stride) {
+    constexpr index_t kGroup = kPairing<E>;
+    const index_t padded_cols = round_up(cols, kPanelCols);
+    for (index_t j = 0; j < padded_cols; ++j) {
+      E* out = panels + j / kPanelCols * panel_stride + j % kPanelCols * kGroup;
+      const S* row = j < cols ? src.row(j) : nullptr;
+      for (index_t kk = 0; kk < k_padded; ++kk) {
+        const bool inside = row != nullptr && kk < k;
+        out[kk / kGroup * (kPanelCols * kGroup) + kk % kGroup] =
+            inside ? from_float<E>(to_float(row[kk])) : from_float<E>(0.0F);
+      }
+    }
+  }
+};
+
 }  // namespace arch
 AMX_SFT_MOE_NAMESPACE_END
