@@ -89,7 +89,7 @@ double nt_seconds(Operands<Kernel>& operands, const Shape& shape, index_t m, int
   gemm::pack_operand<Kernel>(
       MatrixView<const typename Kernel::Weight>{operands.activations.data(), m, shape.in, shape.in}, m,
       shape.in, x);
-  const index_t step = std::min(m, gemm::Blocking::of_this_machine().tokens_for<Kernel>(shape.in));
+  const index_t step = std::min(m, gemm::Blocking::of_this_machine().tokens_for<Kernel>(shape.in, m));
   const Tasks tasks{operands.matrices, ceil_div(m, step),
                     ceil_div(shape.out, gemm::Blocking::kOutRows<Kernel>)};
   return run<Kernel>(operands, threads, tasks.count(), [&](auto& context, float* result, index_t task) {
@@ -112,7 +112,7 @@ double nt_seconds(Operands<Kernel>& operands, const Shape& shape, index_t m, int
 
 template <class Kernel>
 double nn_seconds(Operands<Kernel>& operands, const Shape& shape, index_t m, int threads) {
-  const index_t step = std::min(m, gemm::Blocking::kTokensPerTask);
+  const index_t step = std::min(m, gemm::Blocking::even_tokens(m, gemm::Blocking::kTokensPerTask));
   const index_t wide =
       gemm::Blocking::of_this_machine().cols_for<Kernel>(shape.out, step, shape.in, operands.matrices, threads);
   const Tasks tasks{operands.matrices, ceil_div(m, step), ceil_div(shape.in, wide)};

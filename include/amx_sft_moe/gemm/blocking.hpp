@@ -22,8 +22,8 @@ struct Blocking {
   static constexpr index_t kOutRows = MultipliesStrips<Kernel> ? 128 : 96;
   // Rows of an expert that one task packs, projects or differentiates; a multiple of a panel's columns.
   static constexpr index_t kRowChunk = 64;
-  // gemm_nn and gemm_nt: tokens of a task at most. From here on packing a panel of weights (once per task)
-  // costs less than 2 % of its products, and a single expert with all tokens still makes tasks for many
+  // gemm_nn and gemm_nt: tokens of a task, see even_tokens(). From here on packing a panel of weights (once per
+  // task) costs less than 2 % of its products, and a single expert with all tokens still makes tasks for many
   // threads.
   static constexpr index_t kTokensPerTask = 256;
   static constexpr index_t kMinCols = 32;
@@ -76,10 +76,16 @@ struct Blocking {
     while (wide > kMaxCols && !fits(wide)) wide /= 2;
     return wide;
   }
-  // Tokens of a task of gemm_nt, whose x stays in L2 while the weights pass by.
+  // Tokens of each task of gemm_nt where an expert has `tokens`: their x stays in L2 while the weights pass by.
   template <class Kernel>
-  index_t tokens_for(index_t k) const {
-    return std::min(resident_cols<Kernel>(k), kTokensPerTask);
+  index_t tokens_for(index_t k, index_t tokens) const {
+    return even_tokens(tokens, std::min(resident_cols<Kernel>(k), kTokensPerTask));
+  }
+  // `tokens` in equal parts of about `fit`, half as many again rather than one part more: a task of the few that are
+  // left over would have all weights streamed and packed for them.
+  static constexpr index_t even_tokens(index_t tokens, index_t fit) {
+    const index_t parts = ceil_div(2 * tokens, 3 * fit);
+    return round_up(ceil_div(tokens, std::max<index_t>(parts, 1)), kMinCols);
   }
 
  private:

@@ -140,7 +140,8 @@ void add_down_tasks(Step<Kernel>& step, const Gradients& grads) {
   const bool wants_weight = !grads.weights.down.empty();
   tasks.clear();
   for (const ExpertRows& expert : step.work.routing.active()) {
-    const index_t rows = std::min(expert.rows, gemm::Blocking::kTokensPerTask);
+    const index_t rows =
+        std::min(expert.rows, gemm::Blocking::even_tokens(expert.rows, gemm::Blocking::kTokensPerTask));
     add_tasks(tasks, kDownGemm, expert, rows, step.intermediate,
               step.cols_per_task(step.hidden, rows, step.intermediate));
   }
@@ -310,7 +311,8 @@ void add_gate_up_tasks(Step<Kernel>& step, const Gradients& grads) {
   tasks.clear();
   if (!grads.x.empty()) {
     for (const ExpertRows& expert : step.work.routing.active()) {
-      const index_t rows = std::min(expert.rows, gemm::Blocking::kTokensPerTask);
+      const index_t rows =
+          std::min(expert.rows, gemm::Blocking::even_tokens(expert.rows, gemm::Blocking::kTokensPerTask));
       add_tasks(tasks, kBasePass, expert, rows, step.hidden,
                 step.cols_per_task(2 * step.intermediate, rows, step.hidden));
     }

@@ -107,8 +107,8 @@ void forward_gate_up(Step<Kernel>& step) {
   work.tasks.clear();
   std::int32_t groups = 0;
   for (const ExpertRows& expert : work.routing.active()) {
-    add_tasks(work.tasks, 0, expert, step.blocking.template tokens_for<Kernel>(step.hidden), step.intermediate,
-              gemm::Blocking::kOutRows<Kernel>, &groups);
+    add_tasks(work.tasks, 0, expert, step.blocking.template tokens_for<Kernel>(step.hidden, expert.rows),
+              step.intermediate, gemm::Blocking::kOutRows<Kernel>, &groups);
   }
   // u_down needs all of h for its tokens: whichever task finishes a group's last block goes on with it.
   parallel::Countdown* unfinished = work.reserve_countdowns(groups);
@@ -150,8 +150,8 @@ void forward_down(Step<Kernel>& step) {
 
   work.tasks.clear();
   for (const ExpertRows& expert : work.routing.active()) {
-    add_tasks(work.tasks, 0, expert, step.blocking.template tokens_for<Kernel>(step.intermediate), step.hidden,
-              gemm::Blocking::kOutRows<Kernel>);
+    add_tasks(work.tasks, 0, expert, step.blocking.template tokens_for<Kernel>(step.intermediate, expert.rows),
+              step.hidden, gemm::Blocking::kOutRows<Kernel>);
   }
   run_region(step, PhaseGroup::kForwardDown, [&](Worker<Kernel>& worker, const Task& task) {
     const ExpertRows& expert = *task.expert;
