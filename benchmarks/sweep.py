@@ -3,8 +3,8 @@
     python benchmarks/sweep.py run.jsonl [--quick] [--picture docs/speed.svg] [--redraw]
 
 Runs peers.py in a process of its own for each line below and appends its JSON lines to run.jsonl; what stands
-there already is not run again, so an interrupted sweep goes on. `--redraw` only makes table and picture. A
-quarter of an hour on two cores; nothing else should run meanwhile.
+there already is not run again, so an interrupted sweep goes on. `--redraw` only makes table and picture. Some
+twenty minutes on two cores; nothing else should run meanwhile.
 """
 
 from __future__ import annotations

@@ -92,4 +92,17 @@ TYPED_TEST(GemmTokens, EveryNumberOfTokensIsExact) {
   }
 }
 
+// Tasks begin where a panel does, none is much larger than what fits, and none is left with a few tokens.
+TEST(EvenTokens, PartsAreAlignedBoundedAndOfOneSize) {
+  for (const index_t fit : {32, 64, 128, 256}) {
+    for (index_t tokens = 1; tokens <= 5 * fit; ++tokens) {
+      const index_t step = gemm::Blocking::even_tokens(tokens, fit);
+      const index_t parts = ceil_div(tokens, step);
+      EXPECT_EQ(0, step % arch::kPanelCols) << tokens << " of " << fit;
+      EXPECT_LE(step, fit + fit / 2 + gemm::Blocking::kMinCols) << tokens << " of " << fit;
+      EXPECT_LE(parts, ceil_div(2 * tokens, 3 * fit)) << tokens << " of " << fit;
+    }
+  }
+}
+
 }  // namespace
