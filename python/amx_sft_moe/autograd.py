@@ -167,6 +167,9 @@ def _for_core(
 ) -> tuple[_core.LoraFactors, _core.Biases]:
     """Factors and biases of a call as the operator takes them; its base weights it has."""
     factors = [_by_expert(factor) for factor in parameters[:_NUM_FACTORS]]
+    gate_a, _, up_a, *_ = parameters
+    if gate_a is not None and up_a is not None and gate_a.dtype == up_a.dtype and gate_a.is_set_to(up_a):
+        factors[2] = factors[0]  # turned or not, the operator sees that gate and up have one A
     return _core.LoraFactors(shared_a, factors, scaling), _core.Biases(parameters[_NUM_FACTORS:_WEIGHTS])
 
 

@@ -135,7 +135,7 @@ def test_no_tokens() -> None:
 def test_one_tensor_twice() -> None:
     layer = make_layer(SIZES, dtype=torch.float32)
     leaves = leaves_of(layer)
-    leaves["up_lora_a"] = leaves["gate_lora_a"]  # a shared A given as two inputs: autograd sums
+    leaves["up_lora_a"] = leaves["gate_lora_a"]  # a shared A given as two inputs
     call(frozen(layer), layer, leaves).backward(layer.grad_y)
     layer.factors["up_lora_a"] = layer.factors["gate_lora_a"]
     exact = gradients(layer.to(torch.float64))
@@ -144,6 +144,10 @@ def test_one_tensor_twice() -> None:
         {"gate_lora_a": exact["gate_lora_a"] + exact["up_lora_a"]},
         2e-5,
     )
+    # Turned on its way it is still one: a sum of two gradients would be rounded in another place.
+    last = leaves["gate_lora_a"].detach().permute(1, 2, 0).contiguous().permute(2, 0, 1).requires_grad_()
+    call(frozen(layer), layer, leaves | {"gate_lora_a": last, "up_lora_a": last}).backward(layer.grad_y)
+    assert torch.equal(last.grad, leaves["gate_lora_a"].grad)
 
 
 def test_a_layer_used_twice() -> None:
