@@ -1,5 +1,5 @@
-// Products for few rows of A that read B where it lies: making a strip would cost as much as its products. How
-// they are cut into register tiles; the tiles are the microkernels'.
+// Products for few rows of A, or few steps along K, that read B where it lies: making a strip would cost as much as
+// its products. How they are cut into register tiles; the tiles are the microkernels'.
 #pragma once
 
 #include <algorithm>
@@ -12,35 +12,62 @@ namespace arch {
 
 // These products are as fast as memory delivers, so it is asked twice. Far ahead into L2: a core waits for some ten
 // to sixteen lines at a time on their way to L1, for 48 on their way to L2. Then near, into L1.
-// gemm_nn: rows of B. gemm_nt: bytes along a row of W, and far ahead the rows that come next.
-inline constexpr index_t kFarRows = 64;
-inline constexpr index_t kNearRows = 8;
+// gemm_nn: rows of B, far ahead the next block. gemm_nt: bytes along a row of W, and far ahead the rows that come next.
+inline constexpr index_t kFarRows = 16;
+inline constexpr index_t kNearRows = 4;
 inline constexpr index_t kNearBytes = 512;
 
 // Tiles has, with its own target attribute, for 1 <= R <= MostRows; 1 <= O <= DotOuts and 1 <= T <= DotTokens:
-//   template <int R, class S>          // C [R, cols] += A [R, k] x B [k, cols], B's columns adjacent
-//   static void rows_in_place(const float* a, index_t a_stride, const RowSource<S>& b, index_t k, index_t cols,
-//                             float* c, index_t c_stride);
+//   template <int R, class S>          // C [R, cols] += A [R, steps] x B [steps, cols]
+//   static void rows_in_place(const InPlaceSteps<S>& steps, const SumRows& c);
 //   template <int O, int T, class S>   // C [T, O] += X [T, k] x rows^T, dot products along K; x ordered
 //   static void dot(const S* const* rows, const S* const* far, index_t far_shift, const float* x, index_t k,
-//                   float* c, index_t c_stride);
+//                   const SumRows& c);
 //   template <class S>                 // X [tokens, k] -> [k / kLine][tokens][kLine], zeros behind k
 //   static void order(const float* x, index_t x_stride, index_t tokens, index_t k, float* to);
 // where of far[0], far[1], ... the elements [0, k >> far_shift) are worth asking for. kLine elements of a row of W
 // are two vectors of products, in an order that suits the type and the instructions.
+// Steps [begin, end) of the K = k of A [rows, k] x B [k, cols], B's columns adjacent.
+template <class S>
+struct InPlaceSteps {
+  const float* a;
+  index_t a_stride;
+  RowSource<S> b;
+  index_t begin, end, k;
+  index_t cols;
+};
+
 template <class Tiles, int MostRows, int MostTokens, int DotOuts, int DotTokens>
 struct InPlaceProducts {
-  // Rows of A in gemm_nn, tokens in gemm_nt, up to which weights are read in place.
-  static constexpr int kInPlaceRows = MostRows;
+  // Whether gemm_nn and gemm_tn read B in place: for few rows of A; or for few steps along K, where making so shallow
+  // a strip takes longer than reading B once more for every MostRows of them. Twice as many take as long either way.
+  static constexpr bool in_place(index_t k, index_t rows) {
+    constexpr index_t kSteps = 8;
+    return rows <= MostRows || k <= kSteps;
+  }
+  // Tokens up to which gemm_nt does.
   static constexpr int kInPlaceTokens = MostTokens;
   // A dot product ends with a sum over lanes, which costs as much as several vectors of products.
   static constexpr index_t kInPlaceDepth = 64;
 
-  // C [rows, cols] += A [rows, k] x B [k, cols], B's columns adjacent; C's rows have room for whole panels.
+  // C [rows, cols] += A [rows, k] x B [k, cols], B's columns adjacent. A block of B's rows at a time, whose addresses
+  // stay translated while parts of C, small enough for L1, take it in: a row is a page or more, so the fewer times
+  // it is begun with the better.
   template <class S>
   static void multiply_in_place(const float* a, index_t a_stride, index_t rows, const RowSource<S>& b,
-                                index_t k, index_t cols, float* c, index_t c_stride) {
-    rows_of<S>(rows)(a, a_stride, b, k, cols, c, c_stride);
+                                index_t k, index_t cols, const SumRows& c) {
+    const index_t height = ceil_div(rows, ceil_div(rows, index_t{MostRows}));
+    const index_t wide = part_of_columns(height, cols);
+    for (index_t r = 0; r < rows; r += height) {
+      const auto product = rows_of<S>(std::min(height, rows - r));
+      for (index_t kk = 0; kk < k; kk += kFarRows) {
+        for (index_t j = 0; j < cols; j += wide) {
+          const index_t end = std::min(kk + kFarRows, k);
+          product({a + r * a_stride, a_stride, b.from_column(j), kk, end, k, std::min(wide, cols - j)},
+                  c.from(r, j));
+        }
+      }
+    }
   }
 
   // Floats of the copy of x that dot_in_place() reads.
@@ -63,7 +90,7 @@ struct InPlaceProducts {
   // asks for its share of the next ones: memory does not wait for arithmetic.
   template <class S>
   static void dot_in_place(const RowSource<S>& w, index_t outs, const float* ordered, index_t tokens, index_t k,
-                           float* c, index_t c_stride) {
+                           const SumRows& c) {
     const index_t at_once = tokens_at_once(tokens);
     const index_t far_shift = tokens > at_once ? 1 : 0;
     for (index_t o = 0; o < outs; o += DotOuts) {
@@ -75,19 +102,26 @@ struct InPlaceProducts {
           far[i] = w.row(std::min(o + i + DotOuts, outs - 1)) + (t > 0 ? k / 2 : 0);
         }
         dot_of<S>(outs - o, std::min(at_once, tokens - t))(row, far, far_shift, ordered + ordered_size(t, k), k,
-                                                           c + t * c_stride + o, c_stride);
+                                                           c.from(t, o));
       }
     }
   }
 
  private:
+  // Half of L1 is for C, the other for the lines of B that pass by.
+  static constexpr index_t part_of_columns(index_t rows, index_t cols) {
+    constexpr index_t kFloats = (24 << 10) / sizeof(float);
+    const index_t parts = ceil_div(cols * rows, kFloats);
+    return round_up(ceil_div(cols, parts), index_t{64});
+  }
+
   // Passes of equal height: a last one of few tokens would not hide the latency.
   static constexpr index_t tokens_at_once(index_t tokens) {
     return ceil_div(tokens, ceil_div(tokens, index_t{DotTokens}));
   }
 
   template <class S>
-  using Rows = void (*)(const float*, index_t, const RowSource<S>&, index_t, index_t, float*, index_t);
+  using Rows = void (*)(const InPlaceSteps<S>&, const SumRows&);
   template <class S>
   static Rows<S> rows_of(index_t rows) {
     return []<int... Less>(index_t n, std::integer_sequence<int, Less...>) {
@@ -97,7 +131,7 @@ struct InPlaceProducts {
   }
 
   template <class S>
-  using Dot = void (*)(const S* const*, const S* const*, index_t, const float*, index_t, float*, index_t);
+  using Dot = void (*)(const S* const*, const S* const*, index_t, const float*, index_t, const SumRows&);
   template <class S>
   static Dot<S> dot_of(index_t outs, index_t tokens) {
     return []<int... N>(index_t n, std::integer_sequence<int, N...>) {

@@ -37,6 +37,16 @@ struct RowSource {
   }
 };
 
+// Rows of C in a cache to which products are added, fp32, `stride` floats apart, each with room for whole panels.
+struct SumRows {
+  float* data = nullptr;
+  index_t stride = 0;
+  bool fresh = false;  // nothing is there yet: products are stored instead, and the rows need no clearing
+
+  SumRows from(index_t row, index_t col) const { return {data + row * stride + col, stride, fresh}; }
+  SumRows after(index_t products) const { return {data, stride, fresh && products == 0}; }
+};
+
 // Where a block of C goes: element [i, j] to data[i * row_stride + j * col_stride].
 template <class T>
 struct BlockTarget {

@@ -59,7 +59,7 @@ class PacedPrefetch {
 
 // Micro has, with its own target attribute, for 1 <= R <= Rows and 1 <= P <= Panels:
 //   template <int R, int P>
-//   static void tile(const E* a, index_t a_stride, const E* strip, index_t steps, float* c, index_t c_stride,
+//   static void tile(const E* a, index_t a_stride, const E* strip, index_t steps, const SumRows& c,
 //                    PacedPrefetch& ahead);
 // which adds to C [R, 16 P] the products of `steps` pairings (arch/operands.hpp) along K.
 template <class Micro, class E, int Rows, int Panels>
@@ -71,9 +71,9 @@ struct StripTiles {
   static constexpr bool kStrips = true;
   struct Session {};  // nothing to keep per thread
 
-  // C [rows, cols] += A [rows, k] x strip; k a multiple of kKUnit. C's rows have room for a whole strip.
+  // C [rows, cols] += A [rows, k] x strip; k a multiple of kKUnit.
   static void multiply(const E* a, index_t a_stride, index_t rows, const E* strip, index_t k, index_t cols,
-                       float* c, index_t c_stride, const BytesAhead& ahead) {
+                       const SumRows& c, const BytesAhead& ahead) {
     const index_t tiles = ceil_div(rows, index_t{Rows});
     const index_t height = ceil_div(rows, tiles);  // equal: a last tile of few rows would not hide the latency
     const index_t steps = k / kKUnit;
@@ -82,14 +82,13 @@ struct StripTiles {
       const index_t panels = cols - j < kCols ? ceil_div(cols - j, kPanelCols) : Panels;
       for (index_t i = 0; i < rows; i += height) {
         const index_t here = rows - i < height ? rows - i : height;
-        tile_of(here, panels)(a + i * a_stride, a_stride, strip + j * kKUnit, steps, c + i * c_stride + j,
-                              c_stride, paced);
+        tile_of(here, panels)(a + i * a_stride, a_stride, strip + j * kKUnit, steps, c.from(i, j), paced);
       }
     }
   }
 
  private:
-  using Tile = void (*)(const E*, index_t, const E*, index_t, float*, index_t, PacedPrefetch&);
+  using Tile = void (*)(const E*, index_t, const E*, index_t, const SumRows&, PacedPrefetch&);
   static Tile tile_of(index_t rows, index_t panels) {
     return []<int... N>(index_t n, std::integer_sequence<int, N...>) {
       constexpr Tile kTiles[] = {&Micro::template tile<N / Panels + 1, N % Panels + 1>...};

@@ -31,8 +31,11 @@ struct Blocking {
   static constexpr index_t kMaxCols = 256;
   // Strips and products in place need no panel, so more columns cost nothing but C. A row of a weight is a page of
   // its own or half of one, and its address is translated once for all columns of a task: at 256 columns eight
-  // tasks did so for the same rows (benchmarks/LOG.md). As long as each thread has tasks to choose from.
+  // tasks did so for the same rows (benchmarks/LOG.md). As long as each thread has tasks to choose from. Products in
+  // place, which mostly wait for memory, take whole rows where B has so many that it is more than C.
   static constexpr index_t kMaxStripCols = 1024;
+  static constexpr index_t kMaxInPlaceCols = 8192;
+  static constexpr index_t kManyRows = 64;
   static constexpr index_t kTasksPerThread = 8;
   // Gradients of base weights, gemm_tn at full width. Rows of a gradient that share a task's packed x or h: packing
   // them costs a thousandth of an element a multiply-add, and a gradient still makes tens of tasks.
@@ -72,7 +75,7 @@ struct Blocking {
       return rows * wide * kFloat <= panel_bytes &&
              experts * ceil_div(cols, wide) >= kTasksPerThread * index_t{threads};
     };
-    index_t wide = kMaxStripCols;
+    index_t wide = whole_rows<Kernel>(k, rows) ? kMaxInPlaceCols : kMaxStripCols;
     while (wide > kMaxCols && !fits(wide)) wide /= 2;
     return wide;
   }
@@ -89,6 +92,12 @@ struct Blocking {
   }
 
  private:
+  template <class Kernel>
+  static constexpr bool whole_rows(index_t k, index_t rows) {
+    if constexpr (MultipliesInPlace<Kernel>) return k >= kManyRows && Kernel::Microkernel::in_place(k, rows);
+    return false;
+  }
+
   template <class Kernel>
   index_t resident_cols(index_t k) const {
     constexpr index_t kElement = sizeof(typename Kernel::Compute);

@@ -52,6 +52,17 @@ Panels<const typename Kernel::Compute> pack_rows(const AnyRows& b, index_t k, in
   return {to, panel_stride};
 }
 
+// Fresh rows of C as the sum of `terms`: add(term, C) each that has products; zeros where none has.
+template <class T, class Add>
+void sum_terms(std::span<const T> terms, index_t rows, arch::SumRows c, Add&& add) {
+  for (const T& term : terms) {
+    if (term.k == 0) continue;
+    add(term, c);
+    c.fresh = false;
+  }
+  if (c.fresh) std::fill_n(c.data, rows * c.stride, 0.0F);
+}
+
 // The result [tokens, out] = sum over the terms of X [tokens, k] x W^T, W [out, k], for one or two sets of weights
 // (gate and up) over the same tokens; epilogue(std::array<TokenBlock, Outputs>). all_tokens:
 // of the expert of which these are some, see multiply_columns().
@@ -64,12 +75,12 @@ void gemm_nt(ThreadContext<Kernel>& thread, index_t out, index_t tokens, index_t
   if constexpr (MultipliesStrips<Kernel>) {
     const index_t stride = strips_stride(out);
     float* c = thread.scratch.c_blocks.template as<float>(tokens * stride * static_cast<index_t>(Outputs));
-    std::fill_n(c, tokens * stride * static_cast<index_t>(Outputs), 0.0F);
     for (std::size_t o = 0; o < Outputs; ++o, c += tokens * stride) {
-      for (const Term<E>& term : outputs[o]) {
-        multiply_columns<Kernel>(thread.scratch, term.b.data, term.b.row_stride(), tokens, all_tokens, term.a,
-                                 out, term.k, c, stride);
-      }
+      sum_terms<Term<E>>(outputs[o], tokens, {c, stride, true},
+                         [&](const Term<E>& term, const arch::SumRows& sums) {
+                           multiply_columns<Kernel>(thread.scratch, term.b.data, term.b.row_stride(), tokens,
+                                                    all_tokens, term.a, out, term.k, sums);
+                         });
       results[o] = {0, out, 0, tokens, c, stride, true};
     }
     epilogue(results);
@@ -99,10 +110,9 @@ Block product_of_strips(ThreadContext<Kernel>& thread, index_t rows, index_t col
                         std::span<const NnTerm> terms) {
   const index_t stride = strips_stride(cols);
   float* c = thread.scratch.c_blocks.template as<float>(rows * stride);
-  std::fill_n(c, rows * stride, 0.0F);
-  for (const NnTerm& term : terms) {
-    multiply_rows<Kernel>(thread.scratch, term.a, rows, term.b, term.k, cols, c, stride);
-  }
+  sum_terms<NnTerm>(terms, rows, {c, stride, true}, [&](const NnTerm& term, const arch::SumRows& sums) {
+    multiply_rows<Kernel>(thread.scratch, term.a, rows, term.b, term.k, cols, sums);
+  });
   return {0, rows, 0, cols, c, stride};
 }
 

@@ -75,14 +75,14 @@ arch::BytesAhead bytes_ahead(const arch::RowSource<S>& source, index_t row, inde
 // C [rows, cols] += A [rows, k] x B [k, cols].
 template <class Kernel>
 void multiply_rows(Scratch& scratch, const AnyRows& a, index_t rows, const AnyRows& b, index_t k, index_t cols,
-                   float* c, index_t c_stride) {
+                   const arch::SumRows& c) {
   using Micro = typename Kernel::Microkernel;
   using E = typename Kernel::Compute;
   if constexpr (MultipliesInPlace<Kernel>) {
-    if (rows <= Micro::kInPlaceRows && k > 0) {
+    if (Micro::in_place(k, rows)) {
       const auto a_rows = strip_rows<Kernel>(scratch, a, rows, k);
       return with_adjacent_rows<Kernel>(scratch, b, k, cols, [&](const auto& source) {
-        Micro::multiply_in_place(a_rows.data, a_rows.row_stride, rows, source, k, cols, c, c_stride);
+        Micro::multiply_in_place(a_rows.data, a_rows.row_stride, rows, source, k, cols, c);
       });
     }
   }
@@ -98,7 +98,7 @@ void multiply_rows(Scratch& scratch, const AnyRows& a, index_t rows, const AnyRo
         const index_t next = in_place ? std::min(depth, k - kk - here) : 0;
         Micro::strip_of_rows(source.from_column(j), here, wide, strip);
         Micro::multiply(a_block.data, a_block.row_stride, rows, strip, round_up(here, Micro::kKUnit), wide,
-                        c + j, c_stride, bytes_ahead(source, here, next, j, wide));
+                        c.after(kk).from(0, j), bytes_ahead(source, here, next, j, wide));
       }
     });
   }
@@ -109,8 +109,7 @@ void multiply_rows(Scratch& scratch, const AnyRows& a, index_t rows, const AnyRo
 // decide, and not how this machine's caches cut them into tasks: the same bits on every machine.
 template <class Kernel>
 void multiply_columns(Scratch& scratch, const typename Kernel::Compute* x, index_t x_stride, index_t tokens,
-                      index_t all_tokens, const AnyRows& w, index_t out, index_t k, float* c,
-                      index_t c_stride) {
+                      index_t all_tokens, const AnyRows& w, index_t out, index_t k, const arch::SumRows& c) {
   using Micro = typename Kernel::Microkernel;
   using E = typename Kernel::Compute;
   if constexpr (MultipliesInPlace<Kernel>) {
@@ -118,7 +117,7 @@ void multiply_columns(Scratch& scratch, const typename Kernel::Compute* x, index
       return with_adjacent_rows<Kernel>(scratch, w, out, k, [&]<class S>(const arch::RowSource<S>& source) {
         float* ordered = scratch.a_rows.template as<float>(Micro::ordered_size(tokens, k));
         Micro::template order_tokens<S>(x, x_stride, tokens, k, ordered);
-        Micro::dot_in_place(source, out, ordered, tokens, k, c, c_stride);
+        Micro::dot_in_place(source, out, ordered, tokens, k, c);
       });
     }
   }
@@ -134,7 +133,8 @@ void multiply_columns(Scratch& scratch, const typename Kernel::Compute* x, index
         const index_t next_rows = std::min(arch::kStripCols, out - next_row);
         const index_t next_k = same_rows ? kk + kDepth : 0;
         Micro::strip_of_columns(source.from_row(i).from_column(kk), wide, here, strip);
-        Micro::multiply(x + kk, x_stride, tokens, strip, round_up(here, Micro::kKUnit), wide, c + i, c_stride,
+        Micro::multiply(x + kk, x_stride, tokens, strip, round_up(here, Micro::kKUnit), wide,
+                        c.after(kk).from(0, i),
                         bytes_ahead(source, next_row, next_rows, next_k, std::min(kDepth, k - next_k)));
       }
     }

@@ -16,7 +16,7 @@ concept MultipliesStrips = requires { Kernel::Microkernel::kStrips; };
 
 // Some kernels have, for few rows of A, products that read B where it lies.
 template <class Kernel>
-concept MultipliesInPlace = requires { Kernel::Microkernel::kInPlaceRows; };
+concept MultipliesInPlace = requires { Kernel::Microkernel::kInPlaceTokens; };
 
 template <class Kernel>
 constexpr index_t padded_k(index_t k) {

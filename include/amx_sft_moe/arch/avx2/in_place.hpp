@@ -15,7 +15,8 @@ AMX_SFT_MOE_INLINE AMX_SFT_MOE_TARGET_AVX2 void in_place_steps(const float (&a)[
                                                                const S* const (&b)[Depth],
                                                                const S* const (&near)[Depth],
                                                                const S* const (&far)[Depth], index_t cols,
-                                                               float* c, index_t c_stride) {
+                                                               const SumRows& c) {
+  const __m256i there = lanes_there(c);
   index_t j = 0;
   for (; j + 16 <= cols; j += 16) {
     __m256 line[Depth][2];
@@ -27,11 +28,11 @@ AMX_SFT_MOE_INLINE AMX_SFT_MOE_TARGET_AVX2 void in_place_steps(const float (&a)[
       _mm_prefetch(reinterpret_cast<const char*>(near[d] + j), _MM_HINT_T0);
       _mm_prefetch(reinterpret_cast<const char*>(far[d] + j), _MM_HINT_T1);
     }
-    float* to = c + j;
+    float* to = c.data + j;
     AMX_SFT_MOE_UNROLL
-    for (std::size_t r = 0; r < Rows; ++r, to += c_stride) {
-      __m256 low = _mm256_loadu_ps(to);
-      __m256 high = _mm256_loadu_ps(to + 8);
+    for (std::size_t r = 0; r < Rows; ++r, to += c.stride) {
+      __m256 low = _mm256_maskload_ps(to, there);
+      __m256 high = _mm256_maskload_ps(to + 8, there);
       AMX_SFT_MOE_UNROLL
       for (std::size_t d = 0; d < Depth; ++d) {
         const __m256 value = _mm256_set1_ps(a[r][d]);
@@ -42,14 +43,14 @@ AMX_SFT_MOE_INLINE AMX_SFT_MOE_TARGET_AVX2 void in_place_steps(const float (&a)[
       _mm256_storeu_ps(to + 8, high);
     }
   }
-  for (; j < cols; j += 8) {  // C's rows have room for whole panels
-    for (std::size_t d = 0; d < Depth; ++d) {
-      const __m256 line = load8(b[d] + j, cols - j);
-      for (std::size_t r = 0; r < Rows; ++r) {
-        float* to = c + static_cast<index_t>(r) * c_stride + j;
-        const __m256 value = _mm256_set1_ps(a[r][d]);
-        _mm256_storeu_ps(to, _mm256_fmadd_ps(value, line, _mm256_loadu_ps(to)));
-      }
+  for (; j < cols; j += 8) {
+    __m256 line[Depth];
+    for (std::size_t d = 0; d < Depth; ++d) line[d] = load8(b[d] + j, cols - j);
+    for (std::size_t r = 0; r < Rows; ++r) {
+      float* to = c.data + static_cast<index_t>(r) * c.stride + j;
+      __m256 sum = _mm256_maskload_ps(to, there);
+      for (std::size_t d = 0; d < Depth; ++d) sum = _mm256_fmadd_ps(_mm256_set1_ps(a[r][d]), line[d], sum);
+      _mm256_storeu_ps(to, sum);
     }
   }
 }
@@ -81,30 +82,19 @@ struct InPlaceTiles {
   // C [Rows, cols] += a [Rows, k] x B [k, cols], B's columns adjacent; C, in L1, has room for whole panels. Four of
   // B's rows meet in C's registers, 16 columns wide: 8 registers of B, 2 of C, 1 broadcast.
   template <int Rows, class S>
-  AMX_SFT_MOE_TARGET_AVX2 static void rows_in_place(const float* a, index_t a_stride, const RowSource<S>& b,
-                                                    index_t k, index_t cols, float* c, index_t c_stride) {
+  AMX_SFT_MOE_TARGET_AVX2 static void rows_in_place(const InPlaceSteps<S>& steps, const SumRows& c) {
     constexpr int kDepth = 4;
-    index_t kk = 0;
-    for (; kk + kDepth <= k; kk += kDepth) {
-      const S* row[std::size_t{kDepth}];
-      const S* near[std::size_t{kDepth}];
-      const S* far[std::size_t{kDepth}];
-      float value[std::size_t{Rows}][std::size_t{kDepth}];
-      AMX_SFT_MOE_UNROLL
-      for (int d = 0; d < kDepth; ++d) {
-        row[d] = b.row(kk + d);
-        near[d] = kk + kNearRows + d < k ? b.row(kk + kNearRows + d) : row[d];
-        far[d] = kk + kFarRows + d < k ? b.row(kk + kFarRows + d) : row[d];
-      }
-      AMX_SFT_MOE_UNROLL
-      for (int r = 0; r < Rows; ++r) _mm_storeu_ps(value[r], _mm_loadu_ps(a + r * a_stride + kk));
-      in_place_steps(value, row, near, far, cols, c, c_stride);
-    }
-    for (; kk < k; ++kk) {
-      const S* row[1] = {b.row(kk)};
-      float value[std::size_t{Rows}][1];
-      for (int r = 0; r < Rows; ++r) value[r][0] = a[r * a_stride + kk];
-      in_place_steps(value, row, row, row, cols, c, c_stride);
+    index_t kk = steps.begin;
+    for (; kk + kDepth <= steps.end; kk += kDepth) few_steps<Rows, kDepth>(steps, kk, c);
+    switch (steps.end - kk) {
+      case 3:
+        return few_steps<Rows, 3>(steps, kk, c);
+      case 2:
+        return few_steps<Rows, 2>(steps, kk, c);
+      case 1:
+        return few_steps<Rows, 1>(steps, kk, c);
+      default:
+        return;
     }
   }
 
@@ -125,7 +115,7 @@ struct InPlaceTiles {
   // C [Tokens, Rows] += X [Tokens, k] x rows^T, X in that order.
   template <int Rows, int Tokens, class S>
   AMX_SFT_MOE_TARGET_AVX2 static void dot(const S* const* row, const S* const* far, index_t far_shift,
-                                          const float* x, index_t k, float* c, index_t c_stride) {
+                                          const float* x, index_t k, const SumRows& c) {
     constexpr index_t kCacheLine = 64 / static_cast<index_t>(sizeof(S));
     constexpr index_t kStep = std::max(kLine, kCacheLine);
     __m256 sum[std::size_t{Rows}][std::size_t{Tokens}];
@@ -166,8 +156,34 @@ struct InPlaceTiles {
       alignas(16) float of_row[4];
       _mm_store_ps(of_row, sum_lanes(sum[0][t], sum[kSecond][t], sum[kThird][t], sum[0][t]));
       AMX_SFT_MOE_UNROLL
-      for (int r = 0; r < Rows; ++r) c[t * c_stride + r] += of_row[r];
+      for (int r = 0; r < Rows; ++r) {
+        float& to = c.data[t * c.stride + r];
+        to = c.fresh ? of_row[r] : to + of_row[r];
+      }
     }
+  }
+
+ private:
+  // Steps [kk, kk + Depth).
+  template <int Rows, int Depth, class S>
+  AMX_SFT_MOE_INLINE AMX_SFT_MOE_TARGET_AVX2 static void few_steps(const InPlaceSteps<S>& steps, index_t kk,
+                                                                   const SumRows& c) {
+    const S* row[std::size_t{Depth}];
+    const S* near[std::size_t{Depth}];
+    const S* far[std::size_t{Depth}];
+    float value[std::size_t{Rows}][std::size_t{Depth}];
+    AMX_SFT_MOE_UNROLL
+    for (int d = 0; d < Depth; ++d) {
+      row[d] = steps.b.row(kk + d);
+      near[d] = kk + kNearRows + d < steps.k ? steps.b.row(kk + kNearRows + d) : row[d];
+      far[d] = kk + kFarRows + d < steps.k ? steps.b.row(kk + kFarRows + d) : row[d];
+    }
+    AMX_SFT_MOE_UNROLL
+    for (int r = 0; r < Rows; ++r) {
+      AMX_SFT_MOE_UNROLL
+      for (int d = 0; d < Depth; ++d) value[r][d] = steps.a[r * steps.a_stride + kk + d];
+    }
+    in_place_steps(value, row, near, far, steps.cols, c.after(kk));
   }
 };
 

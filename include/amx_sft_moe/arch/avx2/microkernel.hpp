@@ -23,12 +23,13 @@ struct Avx2Microkernel : StripTiles<Avx2Microkernel, float, 6, 1>,
 
   template <int Rows, int Panels>
   AMX_SFT_MOE_TARGET_AVX2 static void tile(const float* a, index_t a_stride, const float* strip, index_t steps,
-                                           float* c, index_t c_stride, PacedPrefetch& ahead) {
+                                           const SumRows& c, PacedPrefetch& ahead) {
+    const __m256i there = avx2::lanes_there(c);
     __m256 sum[std::size_t{Rows}][2];
     AMX_SFT_MOE_UNROLL
     for (int r = 0; r < Rows; ++r) {
-      sum[r][0] = _mm256_loadu_ps(c + r * c_stride);
-      sum[r][1] = _mm256_loadu_ps(c + r * c_stride + 8);
+      sum[r][0] = _mm256_maskload_ps(c.data + r * c.stride, there);
+      sum[r][1] = _mm256_maskload_ps(c.data + r * c.stride + 8, there);
     }
     PacedPrefetch paced = ahead;
     for (index_t k = 0; k < steps; ++k, strip += kStripCols) {
@@ -45,8 +46,8 @@ struct Avx2Microkernel : StripTiles<Avx2Microkernel, float, 6, 1>,
     ahead = paced;
     AMX_SFT_MOE_UNROLL
     for (int r = 0; r < Rows; ++r) {
-      _mm256_storeu_ps(c + r * c_stride, sum[r][0]);
-      _mm256_storeu_ps(c + r * c_stride + 8, sum[r][1]);
+      _mm256_storeu_ps(c.data + r * c.stride, sum[r][0]);
+      _mm256_storeu_ps(c.data + r * c.stride + 8, sum[r][1]);
     }
   }
 };

@@ -3,7 +3,7 @@
 #pragma once
 
 #include "amx_sft_moe/arch/intrinsics.hpp"
-#include "amx_sft_moe/core/element.hpp"
+#include "amx_sft_moe/arch/operands.hpp"
 
 AMX_SFT_MOE_NAMESPACE_BEGIN
 namespace arch::avx2 {
@@ -16,6 +16,11 @@ inline constexpr std::int32_t kMaskWindow[2 * kLanes] = {-1, -1, -1, -1, -1, -1,
 AMX_SFT_MOE_INLINE AMX_SFT_MOE_TARGET_AVX2 __m256i mask8(index_t n) {
   const index_t lanes = n >= kLanes ? kLanes : (n > 0 ? n : 0);
   return _mm256_loadu_si256(reinterpret_cast<const __m256i*>(kMaskWindow + kLanes - lanes));
+}
+
+// All lanes where C holds sums already, else none: a masked load is zeros then, and costs no branch.
+AMX_SFT_MOE_INLINE AMX_SFT_MOE_TARGET_AVX2 __m256i lanes_there(const SumRows& c) {
+  return _mm256_set1_epi32(c.fresh ? 0 : -1);
 }
 
 AMX_SFT_MOE_INLINE AMX_SFT_MOE_TARGET_AVX2 __m256 widen_bf16(__m128i values) {

@@ -14,7 +14,8 @@ AMX_SFT_MOE_INLINE AMX_SFT_MOE_TARGET_AVX512 void in_place_steps(const float (&a
                                                                  const S* const (&b)[Depth],
                                                                  const S* const (&near)[Depth],
                                                                  const S* const (&far)[Depth], index_t cols,
-                                                                 float* c, index_t c_stride) {
+                                                                 const SumRows& c) {
+  const __mmask16 there = lanes_there(c);
   index_t j = 0;
   for (; j + 32 <= cols; j += 32) {
     __m512 line[Depth][2];
@@ -26,11 +27,11 @@ AMX_SFT_MOE_INLINE AMX_SFT_MOE_TARGET_AVX512 void in_place_steps(const float (&a
       _mm_prefetch(reinterpret_cast<const char*>(near[d] + j), _MM_HINT_T0);
       _mm_prefetch(reinterpret_cast<const char*>(far[d] + j), _MM_HINT_T1);
     }
-    float* to = c + j;
+    float* to = c.data + j;
     AMX_SFT_MOE_UNROLL
-    for (std::size_t r = 0; r < Rows; ++r, to += c_stride) {
-      __m512 low = _mm512_loadu_ps(to);
-      __m512 high = _mm512_loadu_ps(to + 16);
+    for (std::size_t r = 0; r < Rows; ++r, to += c.stride) {
+      __m512 low = _mm512_maskz_loadu_ps(there, to);
+      __m512 high = _mm512_maskz_loadu_ps(there, to + 16);
       AMX_SFT_MOE_UNROLL
       for (std::size_t d = 0; d < Depth; ++d) {
         const __m512 value = _mm512_set1_ps(a[r][d]);
@@ -41,14 +42,14 @@ AMX_SFT_MOE_INLINE AMX_SFT_MOE_TARGET_AVX512 void in_place_steps(const float (&a
       _mm512_storeu_ps(to + 16, high);
     }
   }
-  for (; j < cols; j += 16) {  // C's rows have room for whole panels
-    const __mmask16 lanes = mask16(cols - j);
-    for (std::size_t d = 0; d < Depth; ++d) {
-      const __m512 line = load16(b[d] + j, lanes);
-      for (std::size_t r = 0; r < Rows; ++r) {
-        float* to = c + static_cast<index_t>(r) * c_stride + j;
-        _mm512_storeu_ps(to, _mm512_fmadd_ps(_mm512_set1_ps(a[r][d]), line, _mm512_loadu_ps(to)));
-      }
+  for (; j < cols; j += 16) {
+    __m512 line[Depth];
+    for (std::size_t d = 0; d < Depth; ++d) line[d] = load16(b[d] + j, mask16(cols - j));
+    for (std::size_t r = 0; r < Rows; ++r) {
+      float* to = c.data + static_cast<index_t>(r) * c.stride + j;
+      __m512 sum = _mm512_maskz_loadu_ps(there, to);
+      for (std::size_t d = 0; d < Depth; ++d) sum = _mm512_fmadd_ps(_mm512_set1_ps(a[r][d]), line[d], sum);
+      _mm512_storeu_ps(to, sum);
     }
   }
 }
@@ -76,30 +77,19 @@ AMX_SFT_MOE_INLINE AMX_SFT_MOE_TARGET_AVX512 void dot_line(__m512 (&sum)[Rows][T
 struct InPlaceTiles {
   // C [Rows, cols] += A [Rows, k] x B [k, cols], B's columns adjacent; C, in L1, has room for whole panels.
   template <int Rows, class S>
-  AMX_SFT_MOE_TARGET_AVX512 static void rows_in_place(const float* a, index_t a_stride, const RowSource<S>& b,
-                                                      index_t k, index_t cols, float* c, index_t c_stride) {
+  AMX_SFT_MOE_TARGET_AVX512 static void rows_in_place(const InPlaceSteps<S>& steps, const SumRows& c) {
     constexpr int kDepth = 4;
-    index_t kk = 0;
-    for (; kk + kDepth <= k; kk += kDepth) {
-      const S* row[std::size_t{kDepth}];
-      const S* near[std::size_t{kDepth}];
-      const S* far[std::size_t{kDepth}];
-      float value[std::size_t{Rows}][std::size_t{kDepth}];
-      AMX_SFT_MOE_UNROLL
-      for (int d = 0; d < kDepth; ++d) {
-        row[d] = b.row(kk + d);
-        near[d] = kk + kNearRows + d < k ? b.row(kk + kNearRows + d) : row[d];
-        far[d] = kk + kFarRows + d < k ? b.row(kk + kFarRows + d) : row[d];
-      }
-      AMX_SFT_MOE_UNROLL
-      for (int r = 0; r < Rows; ++r) _mm_storeu_ps(value[r], _mm_loadu_ps(a + r * a_stride + kk));
-      in_place_steps(value, row, near, far, cols, c, c_stride);
-    }
-    for (; kk < k; ++kk) {
-      const S* row[1] = {b.row(kk)};
-      float value[std::size_t{Rows}][1];
-      for (int r = 0; r < Rows; ++r) value[r][0] = a[r * a_stride + kk];
-      in_place_steps(value, row, row, row, cols, c, c_stride);
+    index_t kk = steps.begin;
+    for (; kk + kDepth <= steps.end; kk += kDepth) few_steps<Rows, kDepth>(steps, kk, c);
+    switch (steps.end - kk) {
+      case 3:
+        return few_steps<Rows, 3>(steps, kk, c);
+      case 2:
+        return few_steps<Rows, 2>(steps, kk, c);
+      case 1:
+        return few_steps<Rows, 1>(steps, kk, c);
+      default:
+        return;
     }
   }
 
@@ -123,7 +113,7 @@ struct InPlaceTiles {
   // C [Tokens, Rows] += X [Tokens, k] x rows^T, X in that order.
   template <int Rows, int Tokens, class S>
   AMX_SFT_MOE_TARGET_AVX512 static void dot(const S* const* row, const S* const* far, index_t far_shift,
-                                            const float* x, index_t k, float* c, index_t c_stride) {
+                                            const float* x, index_t k, const SumRows& c) {
     constexpr index_t kCacheLine = 64 / static_cast<index_t>(sizeof(S));
     __m512 sum[std::size_t{Rows}][std::size_t{Tokens}];
     AMX_SFT_MOE_UNROLL
@@ -155,8 +145,34 @@ struct InPlaceTiles {
       alignas(16) float of_row[4];
       _mm_store_ps(of_row, sum_lanes(sum[0][t], sum[kSecond][t], sum[kThird][t], sum[0][t]));
       AMX_SFT_MOE_UNROLL
-      for (int r = 0; r < Rows; ++r) c[t * c_stride + r] += of_row[r];
+      for (int r = 0; r < Rows; ++r) {
+        float& to = c.data[t * c.stride + r];
+        to = c.fresh ? of_row[r] : to + of_row[r];
+      }
     }
+  }
+
+ private:
+  // Steps [kk, kk + Depth).
+  template <int Rows, int Depth, class S>
+  AMX_SFT_MOE_INLINE AMX_SFT_MOE_TARGET_AVX512 static void few_steps(const InPlaceSteps<S>& steps, index_t kk,
+                                                                     const SumRows& c) {
+    const S* row[std::size_t{Depth}];
+    const S* near[std::size_t{Depth}];
+    const S* far[std::size_t{Depth}];
+    float value[std::size_t{Rows}][std::size_t{Depth}];
+    AMX_SFT_MOE_UNROLL
+    for (int d = 0; d < Depth; ++d) {
+      row[d] = steps.b.row(kk + d);
+      near[d] = kk + kNearRows + d < steps.k ? steps.b.row(kk + kNearRows + d) : row[d];
+      far[d] = kk + kFarRows + d < steps.k ? steps.b.row(kk + kFarRows + d) : row[d];
+    }
+    AMX_SFT_MOE_UNROLL
+    for (int r = 0; r < Rows; ++r) {
+      AMX_SFT_MOE_UNROLL
+      for (int d = 0; d < Depth; ++d) value[r][d] = steps.a[r * steps.a_stride + kk + d];
+    }
+    in_place_steps(value, row, near, far, steps.cols, c.after(kk));
   }
 };
 

@@ -22,13 +22,15 @@ struct Avx512Bf16Microkernel : StripTiles<Avx512Bf16Microkernel, bf16, 6, 4> {
 
   template <int Rows, int Panels>
   AMX_SFT_MOE_TARGET_AVX512_BF16 static void tile(const bf16* a, index_t a_stride, const bf16* strip,
-                                                  index_t steps, float* c, index_t c_stride,
-                                                  PacedPrefetch& ahead) {
+                                                  index_t steps, const SumRows& c, PacedPrefetch& ahead) {
+    const __mmask16 there = avx512::lanes_there(c);
     __m512 sum[std::size_t{Rows}][std::size_t{Panels}];
     AMX_SFT_MOE_UNROLL
     for (int r = 0; r < Rows; ++r) {
       AMX_SFT_MOE_UNROLL
-      for (int p = 0; p < Panels; ++p) sum[r][p] = _mm512_loadu_ps(c + r * c_stride + p * kPanelCols);
+      for (int p = 0; p < Panels; ++p) {
+        sum[r][p] = _mm512_maskz_loadu_ps(there, c.data + r * c.stride + p * kPanelCols);
+      }
     }
     PacedPrefetch paced = ahead;
     for (index_t k = 0; k < steps; ++k, strip += 2 * kStripCols) {
@@ -55,7 +57,7 @@ struct Avx512Bf16Microkernel : StripTiles<Avx512Bf16Microkernel, bf16, 6, 4> {
     AMX_SFT_MOE_UNROLL
     for (int r = 0; r < Rows; ++r) {
       AMX_SFT_MOE_UNROLL
-      for (int p = 0; p < Panels; ++p) _mm512_storeu_ps(c + r * c_stride + p * kPanelCols, sum[r][p]);
+      for (int p = 0; p < Panels; ++p) _mm512_storeu_ps(c.data + r * c.stride + p * kPanelCols, sum[r][p]);
     }
   }
 };

@@ -3,7 +3,7 @@
 #pragma once
 
 #include "amx_sft_moe/arch/intrinsics.hpp"
-#include "amx_sft_moe/core/element.hpp"
+#include "amx_sft_moe/arch/operands.hpp"
 
 AMX_SFT_MOE_NAMESPACE_BEGIN
 namespace arch::avx512 {
@@ -14,6 +14,11 @@ AMX_SFT_MOE_INLINE AMX_SFT_MOE_TARGET_AVX512 __mmask16 mask16(index_t n) {
 }
 AMX_SFT_MOE_INLINE AMX_SFT_MOE_TARGET_AVX512 __mmask32 mask32(index_t n) {
   return n >= 32 ? 0xffffffffU : static_cast<__mmask32>((std::uint64_t{1} << n) - 1U);
+}
+
+// All lanes where C holds sums already, else none: a masked load is zeros then, and costs no branch.
+AMX_SFT_MOE_INLINE AMX_SFT_MOE_TARGET_AVX512 __mmask16 lanes_there(const SumRows& c) {
+  return mask16(c.fresh ? 0 : 16);
 }
 
 AMX_SFT_MOE_INLINE AMX_SFT_MOE_TARGET_AVX512 __m512 load16(const bf16* p, __mmask16 lanes) {

@@ -33,10 +33,10 @@ struct PortableMicrokernel : StripTiles<PortableMicrokernel, float, 4, 1> {
   }
 
   template <int Rows, int Panels>
-  static void tile(const float* a, index_t a_stride, const float* strip, index_t steps, float* c,
-                   index_t c_stride, PacedPrefetch& ahead) {
-    half<Rows>(a, a_stride, strip, steps, c, c_stride, &ahead);
-    half<Rows>(a, a_stride, strip + 8, steps, c + 8, c_stride, nullptr);
+  static void tile(const float* a, index_t a_stride, const float* strip, index_t steps, const SumRows& c,
+                   PacedPrefetch& ahead) {
+    half<Rows>(a, a_stride, strip, steps, c, &ahead);
+    half<Rows>(a, a_stride, strip + 8, steps, c.from(0, 8), nullptr);
   }
 
  private:
@@ -48,13 +48,13 @@ struct PortableMicrokernel : StripTiles<PortableMicrokernel, float, 4, 1> {
   }
 
   template <int Rows>
-  static void half(const float* a, index_t a_stride, const float* strip, index_t steps, float* c,
-                   index_t c_stride, PacedPrefetch* ahead) {
+  static void half(const float* a, index_t a_stride, const float* strip, index_t steps, const SumRows& c,
+                   PacedPrefetch* ahead) {
     Vec4 sum[std::size_t{Rows}][2];
     AMX_SFT_MOE_UNROLL
     for (int r = 0; r < Rows; ++r) {
-      sum[r][0] = load4(c + r * c_stride);
-      sum[r][1] = load4(c + r * c_stride + 4);
+      sum[r][0] = c.fresh ? Vec4{} : load4(c.data + r * c.stride);
+      sum[r][1] = c.fresh ? Vec4{} : load4(c.data + r * c.stride + 4);
     }
     for (index_t k = 0; k < steps; ++k, strip += kStripCols) {
       if (ahead != nullptr) ahead->step();
@@ -71,8 +71,8 @@ struct PortableMicrokernel : StripTiles<PortableMicrokernel, float, 4, 1> {
     for (int r = 0; r < Rows; ++r) {
       const Vec4 low = sum[r][0];  // the address of an accumulator would keep all of them in memory
       const Vec4 high = sum[r][1];
-      std::memcpy(c + r * c_stride, &low, sizeof(low));
-      std::memcpy(c + r * c_stride + 4, &high, sizeof(high));
+      std::memcpy(c.data + r * c.stride, &low, sizeof(low));
+      std::memcpy(c.data + r * c.stride + 4, &high, sizeof(high));
     }
   }
 };
