@@ -1,0 +1,143 @@
+// gemm_nn and gemm_tn: exact for few rows and for many, for few steps along K and for many, and for columns below and
+// above every block; whatever memory held before, and also where terms have no products at all.
+#include <gtest/gtest.h>
+
+#include <algorithm>
+#include <cmath>
+#include <vector>
+
+#include "amx_sft_moe/amx_sft_moe.hpp"
+
+namespace {
+
+using namespace amx_sft_moe;  // NOLINT(google-build-using-namespace)
+
+struct Extents {
+  index_t rows, k, cols;
+};
+
+template <class Kernel>
+class GemmColumns : public testing::Test {
+ protected:
+  using W = typename Kernel::Weight;
+
+  void SetUp() override {
+    if (!Kernel::available()) GTEST_SKIP() << Kernel::refusal();
+    a_.reserve(kMostRows * kMostK);
+    b_.reserve(kMostK * kMostCols);
+    for (index_t i = 0; i < kMostRows * kMostK; ++i)
+      a_[i] = from_float<W>(static_cast<float>(i * 53 % 89 - 44) / 16);
+    for (index_t i = 0; i < kMostK * kMostCols; ++i)
+      b_[i] = from_float<W>(static_cast<float>(i * 37 % 101 - 50) / 64);
+  }
+
+  // Multiples of 1/16 and 1/64 of few bits: bf16 holds them, and fp32 every sum of their products.
+  float a(index_t row, index_t k) const { return to_float(a_[row * kMostK + k]); }
+  float b(index_t k, index_t col) const { return to_float(b_[k * kMostCols + col]); }
+  MatrixView<const W> rows_of_a(index_t rows, index_t k) const { return {a_.data(), rows, k, kMostK}; }
+  MatrixView<const W> rows_of_b(index_t k, index_t cols) const { return {b_.data(), k, cols, kMostCols}; }
+
+  // C, once its memory has been NaN.
+  template <class Run>
+  std::vector<float> result(index_t rows, index_t cols, Run&& run) {
+    const index_t floats = (rows + arch::kPanelCols) * (gemm::strips_stride(cols) + arch::kPanelCols);
+    std::fill_n(scratch_.c_blocks.template as<float>(floats), floats, std::nanf(""));
+    std::vector<float> c(static_cast<std::size_t>(rows * cols), std::nanf(""));
+    gemm::ThreadContext<Kernel> thread(scratch_);
+    run(thread, [&](const gemm::Block& block) {
+      const arch::BlockTarget<float> to{c.data() + block.row * cols + block.col, cols, 1, false, 1.0F, nullptr};
+      Kernel::Rows::store(block.c, block.stride, block.rows, block.cols, to);
+    });
+    return c;
+  }
+
+  template <class Sum>
+  void expect_exact(const std::vector<float>& c, const Extents& e, Sum&& sum) {
+    for (index_t row = 0; row < e.rows; ++row) {
+      for (index_t col = 0; col < e.cols; ++col) {
+        ASSERT_EQ(sum(row, col), c[static_cast<std::size_t>(row * e.cols + col)])
+            << e.rows << " x " << e.k << " x " << e.cols << " at " << row << ", " << col;
+      }
+    }
+  }
+
+  static constexpr index_t kMostRows = 33, kMostK = 40, kMostCols = 6200;
+  AlignedBuffer<W> a_, b_;
+  gemm::Scratch scratch_;
+};
+
+using Kernels =
+    testing::Types<kernels::Portable<float>, kernels::Portable<bf16>, kernels::Avx2<float>, kernels::Avx2<bf16>,
+                   kernels::Avx512<float>, kernels::Avx512<bf16>, kernels::Avx512Bf16>;
+TYPED_TEST_SUITE(GemmColumns, Kernels);
+
+std::vector<Extents> all_extents() {
+  std::vector<Extents> all;
+  for (const index_t rows : {1, 2, 3, 4, 5, 6, 7, 8, 9, 13, 33}) {
+    for (const index_t k : {1, 2, 3, 4, 5, 7, 8, 9, 16, 17, 19, 40}) {
+      for (const index_t cols : {1, 15, 33, 97}) all.push_back({rows, k, cols});
+    }
+  }
+  // Wider than what of C stays in L1: by a few columns for one row, many times for eight.
+  for (const index_t rows : {1, 8, 9}) all.push_back({rows, 35, 6200});
+  return all;
+}
+
+TYPED_TEST(GemmColumns, NnIsExact) {
+  for (const Extents& e : all_extents()) {
+    const std::array<gemm::NnTerm, 1> terms{
+        {{this->rows_of_a(e.rows, e.k), this->rows_of_b(e.k, e.cols), e.k}}};
+    const auto c = this->result(e.rows, e.cols, [&](auto& thread, auto&& epilogue) {
+      gemm::gemm_nn<TypeParam>(thread, e.rows, e.cols, terms, epilogue);
+    });
+    this->expect_exact(c, e, [&](index_t row, index_t col) {
+      float sum = 0;
+      for (index_t k = 0; k < e.k; ++k) sum += this->a(row, k) * this->b(k, col);
+      return sum;
+    });
+  }
+}
+
+TYPED_TEST(GemmColumns, TnIsExact) {
+  for (const Extents& e : all_extents()) {
+    // `rows` columns of A's memory, e.k of its rows.
+    const arch::RowSource<typename TypeParam::Weight> factor{this->a_.data(), this->kMostK, 1, nullptr};
+    const index_t rows = std::min<index_t>(e.rows, this->kMostK);
+    const index_t k = std::min<index_t>(e.k, this->kMostRows);
+    const auto c = this->result(rows, e.cols, [&](auto& thread, auto&& epilogue) {
+      const auto b = gemm::pack_tokens<TypeParam>(thread, this->rows_of_b(k, e.cols), k, e.cols);
+      gemm::gemm_tn<TypeParam>(thread, rows, std::array<gemm::Factor, 1>{{{factor, nullptr}}}, b, epilogue);
+    });
+    this->expect_exact(c, {rows, k, e.cols}, [&](index_t row, index_t col) {
+      float sum = 0;
+      for (index_t t = 0; t < k; ++t) sum += this->a(t, row) * this->b(t, col);
+      return sum;
+    });
+  }
+}
+
+// Base product and LoRA are terms of one sum; an absent adapter has no products, and neither has an idle sum.
+TYPED_TEST(GemmColumns, TermsAreSummedAndEmptyOnesAreNothing) {
+  for (const auto& [first, second, third] :
+       {std::array<index_t, 3>{19, 3, 9}, {0, 19, 3}, {3, 0, 19}, {0, 0, 5}, {9, 0, 0}, {0, 0, 0}}) {
+    for (const index_t rows : {1, 8, 33}) {
+      const Extents e{rows, first + second + third, 97};
+      const std::array<gemm::NnTerm, 3> terms{
+          {{this->rows_of_a(rows, first), this->rows_of_b(first, 97), first},
+           {this->rows_of_a(rows, second), this->rows_of_b(second, 97), second},
+           {this->rows_of_a(rows, third), this->rows_of_b(third, 97), third}}};
+      const auto c = this->result(rows, 97, [&](auto& thread, auto&& epilogue) {
+        gemm::gemm_nn<TypeParam>(thread, rows, 97, terms, epilogue);
+      });
+      this->expect_exact(c, e, [&](index_t row, index_t col) {
+        float sum = 0;
+        for (const gemm::NnTerm& term : terms) {
+          for (index_t k = 0; k < term.k; ++k) sum += this->a(row, k) * this->b(k, col);
+        }
+        return sum;
+      });
+    }
+  }
+}
+
+}  // namespace
