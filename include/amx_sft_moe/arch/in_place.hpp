@@ -17,9 +17,19 @@ inline constexpr index_t kFarRows = 16;
 inline constexpr index_t kNearRows = 4;
 inline constexpr index_t kNearBytes = 512;
 
-// Tiles has, with its own target attribute, for 1 <= R <= MostRows; 1 <= O <= DotOuts and 1 <= T <= DotTokens:
-//   template <int R, class S>          // C [R, cols] += A [R, steps] x B [steps, cols]
-//   static void rows_in_place(const InPlaceSteps<S>& steps, const SumRows& c);
+// C [Rows, cols] += a [Rows, Depth] x rows of B, with rows to be asked for.
+template <std::size_t Rows, std::size_t Depth, class S>
+struct InPlaceSteps {
+  float a[Rows][Depth];
+  const S* b[Depth];
+  const S* near[Depth];
+  const S* far[Depth];
+};
+
+// Tiles has, with its own target attribute (and arguments by value: what a store to C might change is loaded again), for 1 <= R <= MostRows, 1 <= D <= 4, 1 <= O <= DotOuts and
+// 1 <= T <= DotTokens:
+//   template <std::size_t R, std::size_t D, class S>
+//   static void add_steps(InPlaceSteps<R, D, S> steps, index_t cols, SumRows c);
 //   template <int O, int T, class S>   // C [T, O] += X [T, k] x rows^T, dot products along K; x ordered
 //   static void dot(const S* const* rows, const S* const* far, index_t far_shift, const float* x, index_t k,
 //                   const SumRows& c);
@@ -27,16 +37,6 @@ inline constexpr index_t kNearBytes = 512;
 //   static void order(const float* x, index_t x_stride, index_t tokens, index_t k, float* to);
 // where of far[0], far[1], ... the elements [0, k >> far_shift) are worth asking for. kLine elements of a row of W
 // are two vectors of products, in an order that suits the type and the instructions.
-// Steps [begin, end) of the K = k of A [rows, k] x B [k, cols], B's columns adjacent.
-template <class S>
-struct InPlaceSteps {
-  const float* a;
-  index_t a_stride;
-  RowSource<S> b;
-  index_t begin, end, k;
-  index_t cols;
-};
-
 template <class Tiles, int MostRows, int MostTokens, int DotOuts, int DotTokens>
 struct InPlaceProducts {
   // Whether gemm_nn and gemm_tn read B in place: for few rows of A; or for few steps along K, where making so shallow
@@ -59,12 +59,11 @@ struct InPlaceProducts {
     const index_t height = ceil_div(rows, ceil_div(rows, index_t{MostRows}));
     const index_t wide = part_of_columns(height, cols);
     for (index_t r = 0; r < rows; r += height) {
-      const auto product = rows_of<S>(std::min(height, rows - r));
+      const auto add = rows_of<S>(std::min(height, rows - r));
       for (index_t kk = 0; kk < k; kk += kFarRows) {
         for (index_t j = 0; j < cols; j += wide) {
-          const index_t end = std::min(kk + kFarRows, k);
-          product({a + r * a_stride, a_stride, b.from_column(j), kk, end, k, std::min(wide, cols - j)},
-                  c.from(r, j));
+          const Product<S> product{a + r * a_stride, a_stride, b.from_column(j), k, std::min(wide, cols - j)};
+          add(product, kk, std::min(kk + kFarRows, k), c.from(r, j));
         }
       }
     }
@@ -108,6 +107,48 @@ struct InPlaceProducts {
   }
 
  private:
+  // A [rows, k] x B [k, cols].
+  template <class S>
+  struct Product {
+    const float* a;
+    index_t a_stride;
+    RowSource<S> b;
+    index_t k, cols;
+  };
+
+  // Steps [kk, end) of K: four rows of B at a time meet in C's registers.
+  template <int Rows, class S>
+  static void add_product(const Product<S>& product, index_t kk, index_t end, const SumRows& c) {
+    constexpr int kDepth = 4;
+    for (; kk + kDepth <= end; kk += kDepth) add_steps<Rows, kDepth>(product, kk, c);
+    switch (end - kk) {
+      case 3:
+        return add_steps<Rows, 3>(product, kk, c);
+      case 2:
+        return add_steps<Rows, 2>(product, kk, c);
+      case 1:
+        return add_steps<Rows, 1>(product, kk, c);
+      default:
+        return;
+    }
+  }
+
+  template <std::size_t Rows, std::size_t Depth, class S>
+  static void add_steps(const Product<S>& product, index_t kk, const SumRows& c) {
+    InPlaceSteps<Rows, Depth, S> steps;
+    for (std::size_t d = 0; d < Depth; ++d) {
+      const index_t at = kk + static_cast<index_t>(d);
+      steps.b[d] = product.b.row(at);
+      steps.near[d] = at + kNearRows < product.k ? product.b.row(at + kNearRows) : steps.b[d];
+      steps.far[d] = at + kFarRows < product.k ? product.b.row(at + kFarRows) : steps.b[d];
+    }
+    for (std::size_t r = 0; r < Rows; ++r) {
+      const float* from = product.a + static_cast<index_t>(r) * product.a_stride + kk;
+      for (std::size_t d = 0; d < Depth; ++d) steps.a[r][d] = from[d];
+    }
+    Tiles::add_steps(steps, product.cols, c.after(kk));
+  }
+
   // Half of L1 is for C, the other for the lines of B that pass by.
   static constexpr index_t part_of_columns(index_t rows, index_t cols) {
     constexpr index_t kFloats = (24 << 10) / sizeof(float);
@@ -121,11 +162,11 @@ struct InPlaceProducts {
   }
 
   template <class S>
-  using Rows = void (*)(const InPlaceSteps<S>&, const SumRows&);
+  using Rows = void (*)(const Product<S>&, index_t, index_t, const SumRows&);
   template <class S>
   static Rows<S> rows_of(index_t rows) {
     return []<int... Less>(index_t n, std::integer_sequence<int, Less...>) {
-      constexpr Rows<S> kOf[] = {&Tiles::template rows_in_place<Less + 1, S>...};
+      constexpr Rows<S> kOf[] = {&add_product<Less + 1, S>...};
       return kOf[n];
     }(rows - 1, std::make_integer_sequence<int, MostRows>{});
   }

@@ -9,52 +9,6 @@
 AMX_SFT_MOE_NAMESPACE_BEGIN
 namespace arch::avx2 {
 
-// Depth steps along K.
-template <std::size_t Rows, std::size_t Depth, class S>
-AMX_SFT_MOE_INLINE AMX_SFT_MOE_TARGET_AVX2 void in_place_steps(const float (&a)[Rows][Depth],
-                                                               const S* const (&b)[Depth],
-                                                               const S* const (&near)[Depth],
-                                                               const S* const (&far)[Depth], index_t cols,
-                                                               const SumRows& c) {
-  const __m256i there = lanes_there(c);
-  index_t j = 0;
-  for (; j + 16 <= cols; j += 16) {
-    __m256 line[Depth][2];
-    AMX_SFT_MOE_UNROLL
-    for (std::size_t d = 0; d < Depth; ++d) {
-      line[d][0] = load8(b[d] + j);
-      line[d][1] = load8(b[d] + j + 8);
-      // Here, not row by row before the loop: a burst fills the line fill buffers and all loads wait.
-      _mm_prefetch(reinterpret_cast<const char*>(near[d] + j), _MM_HINT_T0);
-      _mm_prefetch(reinterpret_cast<const char*>(far[d] + j), _MM_HINT_T1);
-    }
-    float* to = c.data + j;
-    AMX_SFT_MOE_UNROLL
-    for (std::size_t r = 0; r < Rows; ++r, to += c.stride) {
-      __m256 low = _mm256_maskload_ps(to, there);
-      __m256 high = _mm256_maskload_ps(to + 8, there);
-      AMX_SFT_MOE_UNROLL
-      for (std::size_t d = 0; d < Depth; ++d) {
-        const __m256 value = _mm256_set1_ps(a[r][d]);
-        low = _mm256_fmadd_ps(value, line[d][0], low);
-        high = _mm256_fmadd_ps(value, line[d][1], high);
-      }
-      _mm256_storeu_ps(to, low);
-      _mm256_storeu_ps(to + 8, high);
-    }
-  }
-  for (; j < cols; j += 8) {
-    __m256 line[Depth];
-    for (std::size_t d = 0; d < Depth; ++d) line[d] = load8(b[d] + j, cols - j);
-    for (std::size_t r = 0; r < Rows; ++r) {
-      float* to = c.data + static_cast<index_t>(r) * c.stride + j;
-      __m256 sum = _mm256_maskload_ps(to, there);
-      for (std::size_t d = 0; d < Depth; ++d) sum = _mm256_fmadd_ps(_mm256_set1_ps(a[r][d]), line[d], sum);
-      _mm256_storeu_ps(to, sum);
-    }
-  }
-}
-
 // Two vectors, in the order of memory: to take bf16 apart by even and odd places wants a mask, and 12 accumulators,
 // 3 lines and 1 x are all 16 registers.
 inline constexpr index_t kLine = 2 * kLanes;
@@ -79,22 +33,46 @@ AMX_SFT_MOE_INLINE AMX_SFT_MOE_TARGET_AVX2 void dot_line(__m256 (&sum)[Rows][Tok
 }
 
 struct InPlaceTiles {
-  // C [Rows, cols] += a [Rows, k] x B [k, cols], B's columns adjacent; C, in L1, has room for whole panels. Four of
-  // B's rows meet in C's registers, 16 columns wide: 8 registers of B, 2 of C, 1 broadcast.
-  template <int Rows, class S>
-  AMX_SFT_MOE_TARGET_AVX2 static void rows_in_place(const InPlaceSteps<S>& steps, const SumRows& c) {
-    constexpr int kDepth = 4;
-    index_t kk = steps.begin;
-    for (; kk + kDepth <= steps.end; kk += kDepth) few_steps<Rows, kDepth>(steps, kk, c);
-    switch (steps.end - kk) {
-      case 3:
-        return few_steps<Rows, 3>(steps, kk, c);
-      case 2:
-        return few_steps<Rows, 2>(steps, kk, c);
-      case 1:
-        return few_steps<Rows, 1>(steps, kk, c);
-      default:
-        return;
+  // 16 columns at a time: 2 Depth registers of B, 2 of C, 1 broadcast.
+  template <std::size_t Rows, std::size_t Depth, class S>
+  AMX_SFT_MOE_TARGET_AVX2 static void add_steps(InPlaceSteps<Rows, Depth, S> steps, index_t cols, SumRows c) {
+    const __m256i there = lanes_there(c);
+    index_t j = 0;
+    for (; j + 16 <= cols; j += 16) {
+      __m256 line[Depth][2];
+      AMX_SFT_MOE_UNROLL
+      for (std::size_t d = 0; d < Depth; ++d) {
+        line[d][0] = load8(steps.b[d] + j);
+        line[d][1] = load8(steps.b[d] + j + 8);
+        // Here, not row by row before the loop: a burst fills the line fill buffers and all loads wait.
+        _mm_prefetch(reinterpret_cast<const char*>(steps.near[d] + j), _MM_HINT_T0);
+        _mm_prefetch(reinterpret_cast<const char*>(steps.far[d] + j), _MM_HINT_T1);
+      }
+      float* to = c.data + j;
+      AMX_SFT_MOE_UNROLL
+      for (std::size_t r = 0; r < Rows; ++r, to += c.stride) {
+        __m256 low = _mm256_maskload_ps(to, there);
+        __m256 high = _mm256_maskload_ps(to + 8, there);
+        AMX_SFT_MOE_UNROLL
+        for (std::size_t d = 0; d < Depth; ++d) {
+          const __m256 value = _mm256_set1_ps(steps.a[r][d]);
+          low = _mm256_fmadd_ps(value, line[d][0], low);
+          high = _mm256_fmadd_ps(value, line[d][1], high);
+        }
+        _mm256_storeu_ps(to, low);
+        _mm256_storeu_ps(to + 8, high);
+      }
+    }
+    for (; j < cols; j += 8) {
+      __m256 line[Depth];
+      for (std::size_t d = 0; d < Depth; ++d) line[d] = load8(steps.b[d] + j, cols - j);
+      for (std::size_t r = 0; r < Rows; ++r) {
+        float* to = c.data + static_cast<index_t>(r) * c.stride + j;
+        __m256 sum = _mm256_maskload_ps(to, there);
+        for (std::size_t d = 0; d < Depth; ++d)
+          sum = _mm256_fmadd_ps(_mm256_set1_ps(steps.a[r][d]), line[d], sum);
+        _mm256_storeu_ps(to, sum);
+      }
     }
   }
 
@@ -161,29 +139,6 @@ struct InPlaceTiles {
         to = c.fresh ? of_row[r] : to + of_row[r];
       }
     }
-  }
-
- private:
-  // Steps [kk, kk + Depth).
-  template <int Rows, int Depth, class S>
-  AMX_SFT_MOE_INLINE AMX_SFT_MOE_TARGET_AVX2 static void few_steps(const InPlaceSteps<S>& steps, index_t kk,
-                                                                   const SumRows& c) {
-    const S* row[std::size_t{Depth}];
-    const S* near[std::size_t{Depth}];
-    const S* far[std::size_t{Depth}];
-    float value[std::size_t{Rows}][std::size_t{Depth}];
-    AMX_SFT_MOE_UNROLL
-    for (int d = 0; d < Depth; ++d) {
-      row[d] = steps.b.row(kk + d);
-      near[d] = kk + kNearRows + d < steps.k ? steps.b.row(kk + kNearRows + d) : row[d];
-      far[d] = kk + kFarRows + d < steps.k ? steps.b.row(kk + kFarRows + d) : row[d];
-    }
-    AMX_SFT_MOE_UNROLL
-    for (int r = 0; r < Rows; ++r) {
-      AMX_SFT_MOE_UNROLL
-      for (int d = 0; d < Depth; ++d) value[r][d] = steps.a[r * steps.a_stride + kk + d];
-    }
-    in_place_steps(value, row, near, far, steps.cols, c.after(kk));
   }
 };
 

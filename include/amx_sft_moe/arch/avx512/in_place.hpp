@@ -7,53 +7,6 @@
 AMX_SFT_MOE_NAMESPACE_BEGIN
 namespace arch::avx512 {
 
-// Depth steps along K: C [Rows, cols] += a [Rows, Depth] x B's rows b[0], b[1], ... with the rows `near` and `far`
-// asked for. 32 columns at a time: 2 Depth registers of B, 2 of C; a line of bf16 is 32 columns.
-template <std::size_t Rows, std::size_t Depth, class S>
-AMX_SFT_MOE_INLINE AMX_SFT_MOE_TARGET_AVX512 void in_place_steps(const float (&a)[Rows][Depth],
-                                                                 const S* const (&b)[Depth],
-                                                                 const S* const (&near)[Depth],
-                                                                 const S* const (&far)[Depth], index_t cols,
-                                                                 const SumRows& c) {
-  const __mmask16 there = lanes_there(c);
-  index_t j = 0;
-  for (; j + 32 <= cols; j += 32) {
-    __m512 line[Depth][2];
-    AMX_SFT_MOE_UNROLL
-    for (std::size_t d = 0; d < Depth; ++d) {
-      line[d][0] = load16(b[d] + j);
-      line[d][1] = load16(b[d] + j + 16);
-      // Here, not row by row before the loop: a burst fills the line fill buffers and all loads wait.
-      _mm_prefetch(reinterpret_cast<const char*>(near[d] + j), _MM_HINT_T0);
-      _mm_prefetch(reinterpret_cast<const char*>(far[d] + j), _MM_HINT_T1);
-    }
-    float* to = c.data + j;
-    AMX_SFT_MOE_UNROLL
-    for (std::size_t r = 0; r < Rows; ++r, to += c.stride) {
-      __m512 low = _mm512_maskz_loadu_ps(there, to);
-      __m512 high = _mm512_maskz_loadu_ps(there, to + 16);
-      AMX_SFT_MOE_UNROLL
-      for (std::size_t d = 0; d < Depth; ++d) {
-        const __m512 value = _mm512_set1_ps(a[r][d]);
-        low = _mm512_fmadd_ps(value, line[d][0], low);
-        high = _mm512_fmadd_ps(value, line[d][1], high);
-      }
-      _mm512_storeu_ps(to, low);
-      _mm512_storeu_ps(to + 16, high);
-    }
-  }
-  for (; j < cols; j += 16) {
-    __m512 line[Depth];
-    for (std::size_t d = 0; d < Depth; ++d) line[d] = load16(b[d] + j, mask16(cols - j));
-    for (std::size_t r = 0; r < Rows; ++r) {
-      float* to = c.data + static_cast<index_t>(r) * c.stride + j;
-      __m512 sum = _mm512_maskz_loadu_ps(there, to);
-      for (std::size_t d = 0; d < Depth; ++d) sum = _mm512_fmadd_ps(_mm512_set1_ps(a[r][d]), line[d], sum);
-      _mm512_storeu_ps(to, sum);
-    }
-  }
-}
-
 // sum [Rows][Tokens] += one half of a line of each row, of which n elements are there, times x, a line of each token
 // after the other.
 template <bool Whole, int Half, std::size_t Rows, std::size_t Tokens, class S>
@@ -75,21 +28,46 @@ AMX_SFT_MOE_INLINE AMX_SFT_MOE_TARGET_AVX512 void dot_line(__m512 (&sum)[Rows][T
 }
 
 struct InPlaceTiles {
-  // C [Rows, cols] += A [Rows, k] x B [k, cols], B's columns adjacent; C, in L1, has room for whole panels.
-  template <int Rows, class S>
-  AMX_SFT_MOE_TARGET_AVX512 static void rows_in_place(const InPlaceSteps<S>& steps, const SumRows& c) {
-    constexpr int kDepth = 4;
-    index_t kk = steps.begin;
-    for (; kk + kDepth <= steps.end; kk += kDepth) few_steps<Rows, kDepth>(steps, kk, c);
-    switch (steps.end - kk) {
-      case 3:
-        return few_steps<Rows, 3>(steps, kk, c);
-      case 2:
-        return few_steps<Rows, 2>(steps, kk, c);
-      case 1:
-        return few_steps<Rows, 1>(steps, kk, c);
-      default:
-        return;
+  // 32 columns at a time: 2 Depth registers of B, 2 of C; a line of bf16 is 32 columns.
+  template <std::size_t Rows, std::size_t Depth, class S>
+  AMX_SFT_MOE_TARGET_AVX512 static void add_steps(InPlaceSteps<Rows, Depth, S> steps, index_t cols, SumRows c) {
+    const __mmask16 there = lanes_there(c);
+    index_t j = 0;
+    for (; j + 32 <= cols; j += 32) {
+      __m512 line[Depth][2];
+      AMX_SFT_MOE_UNROLL
+      for (std::size_t d = 0; d < Depth; ++d) {
+        line[d][0] = load16(steps.b[d] + j);
+        line[d][1] = load16(steps.b[d] + j + 16);
+        // Here, not row by row before the loop: a burst fills the line fill buffers and all loads wait.
+        _mm_prefetch(reinterpret_cast<const char*>(steps.near[d] + j), _MM_HINT_T0);
+        _mm_prefetch(reinterpret_cast<const char*>(steps.far[d] + j), _MM_HINT_T1);
+      }
+      float* to = c.data + j;
+      AMX_SFT_MOE_UNROLL
+      for (std::size_t r = 0; r < Rows; ++r, to += c.stride) {
+        __m512 low = _mm512_maskz_loadu_ps(there, to);
+        __m512 high = _mm512_maskz_loadu_ps(there, to + 16);
+        AMX_SFT_MOE_UNROLL
+        for (std::size_t d = 0; d < Depth; ++d) {
+          const __m512 value = _mm512_set1_ps(steps.a[r][d]);
+          low = _mm512_fmadd_ps(value, line[d][0], low);
+          high = _mm512_fmadd_ps(value, line[d][1], high);
+        }
+        _mm512_storeu_ps(to, low);
+        _mm512_storeu_ps(to + 16, high);
+      }
+    }
+    for (; j < cols; j += 16) {
+      __m512 line[Depth];
+      for (std::size_t d = 0; d < Depth; ++d) line[d] = load16(steps.b[d] + j, mask16(cols - j));
+      for (std::size_t r = 0; r < Rows; ++r) {
+        float* to = c.data + static_cast<index_t>(r) * c.stride + j;
+        __m512 sum = _mm512_maskz_loadu_ps(there, to);
+        for (std::size_t d = 0; d < Depth; ++d)
+          sum = _mm512_fmadd_ps(_mm512_set1_ps(steps.a[r][d]), line[d], sum);
+        _mm512_storeu_ps(to, sum);
+      }
     }
   }
 
@@ -150,29 +128,6 @@ struct InPlaceTiles {
         to = c.fresh ? of_row[r] : to + of_row[r];
       }
     }
-  }
-
- private:
-  // Steps [kk, kk + Depth).
-  template <int Rows, int Depth, class S>
-  AMX_SFT_MOE_INLINE AMX_SFT_MOE_TARGET_AVX512 static void few_steps(const InPlaceSteps<S>& steps, index_t kk,
-                                                                     const SumRows& c) {
-    const S* row[std::size_t{Depth}];
-    const S* near[std::size_t{Depth}];
-    const S* far[std::size_t{Depth}];
-    float value[std::size_t{Rows}][std::size_t{Depth}];
-    AMX_SFT_MOE_UNROLL
-    for (int d = 0; d < Depth; ++d) {
-      row[d] = steps.b.row(kk + d);
-      near[d] = kk + kNearRows + d < steps.k ? steps.b.row(kk + kNearRows + d) : row[d];
-      far[d] = kk + kFarRows + d < steps.k ? steps.b.row(kk + kFarRows + d) : row[d];
-    }
-    AMX_SFT_MOE_UNROLL
-    for (int r = 0; r < Rows; ++r) {
-      AMX_SFT_MOE_UNROLL
-      for (int d = 0; d < Depth; ++d) value[r][d] = steps.a[r * steps.a_stride + kk + d];
-    }
-    in_place_steps(value, row, near, far, steps.cols, c.after(kk));
   }
 };
 
