@@ -78,15 +78,16 @@ struct Avx2Rows {
   AMX_SFT_MOE_TARGET_AVX2 static void store_rows(const float* c, index_t c_stride, index_t rows, index_t cols,
                                                  const BlockTarget<T>& to) {
     const __m256 scale = _mm256_set1_ps(to.scale);
-    for (index_t j = 0; j < cols; j += 8) {
-      const index_t lanes = cols - j;
-      const __m256 factor =
-          to.col_scale == nullptr ? scale : _mm256_mul_ps(scale, avx2::load8(to.col_scale + j, lanes));
-      for (index_t i = 0; i < rows; ++i) {
-        T* out = to.data + i * to.row_stride + j;
-        __m256 value = _mm256_mul_ps(avx2::load8(c + i * c_stride + j, lanes), factor);
-        if (to.accumulate) value = _mm256_add_ps(value, avx2::load8(out, lanes));
-        avx2::store8(out, lanes, value);
+    for (index_t i = 0; i < rows; ++i) {  // row by row: at one column rows may all be in one set of L1
+      const float* from = c + i * c_stride;
+      T* out = to.data + i * to.row_stride;
+      for (index_t j = 0; j < cols; j += 8) {
+        const index_t lanes = cols - j;
+        const __m256 factor =
+            to.col_scale == nullptr ? scale : _mm256_mul_ps(scale, avx2::load8(to.col_scale + j, lanes));
+        __m256 value = _mm256_mul_ps(avx2::load8(from + j, lanes), factor);
+        if (to.accumulate) value = _mm256_add_ps(value, avx2::load8(out + j, lanes));
+        avx2::store8(out + j, lanes, value);
       }
     }
   }

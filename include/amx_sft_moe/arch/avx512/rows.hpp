@@ -96,15 +96,16 @@ struct Avx512Rows {
   AMX_SFT_MOE_TARGET_AVX512 static void store_rows(const float* c, index_t c_stride, index_t rows, index_t cols,
                                                    const BlockTarget<T>& to) {
     const __m512 scale = _mm512_set1_ps(to.scale);
-    for (index_t j = 0; j < cols; j += 16) {
-      const __mmask16 lanes = avx512::mask16(cols - j);
-      const __m512 factor =
-          to.col_scale == nullptr ? scale : _mm512_mul_ps(scale, avx512::load16(to.col_scale + j, lanes));
-      for (index_t i = 0; i < rows; ++i) {
-        T* out = to.data + i * to.row_stride + j;
-        __m512 value = _mm512_mul_ps(_mm512_maskz_loadu_ps(lanes, c + i * c_stride + j), factor);
-        if (to.accumulate) value = _mm512_add_ps(value, avx512::load16(out, lanes));
-        avx512::store16(out, lanes, value);
+    for (index_t i = 0; i < rows; ++i) {  // row by row: at one column rows may all be in one set of L1
+      const float* from = c + i * c_stride;
+      T* out = to.data + i * to.row_stride;
+      for (index_t j = 0; j < cols; j += 16) {
+        const __mmask16 lanes = avx512::mask16(cols - j);
+        const __m512 factor =
+            to.col_scale == nullptr ? scale : _mm512_mul_ps(scale, avx512::load16(to.col_scale + j, lanes));
+        __m512 value = _mm512_mul_ps(_mm512_maskz_loadu_ps(lanes, from + j), factor);
+        if (to.accumulate) value = _mm512_add_ps(value, avx512::load16(out + j, lanes));
+        avx512::store16(out + j, lanes, value);
       }
     }
   }
