@@ -15,6 +15,7 @@ namespace arch {
 // gemm_nn: rows of B, far ahead the next block. gemm_nt: bytes along a row of W, and far ahead the rows that come next.
 inline constexpr index_t kFarRows = 16;
 inline constexpr index_t kNearRows = 4;
+inline constexpr index_t kWaitingRows = 6;  // of A, up to which L1 is asked: more have work until L2 delivers
 inline constexpr index_t kNearBytes = 512;
 
 // C [Rows, cols] += a [Rows, Depth] x rows of B, with rows to be asked for.

@@ -40,7 +40,9 @@ struct InPlaceTiles {
         line[d][0] = load16(steps.b[d] + j);
         line[d][1] = load16(steps.b[d] + j + 16);
         // Here, not row by row before the loop: a burst fills the line fill buffers and all loads wait.
-        _mm_prefetch(reinterpret_cast<const char*>(steps.near[d] + j), _MM_HINT_T0);
+        if constexpr (Rows <= kWaitingRows) {
+          _mm_prefetch(reinterpret_cast<const char*>(steps.near[d] + j), _MM_HINT_T0);
+        }
         _mm_prefetch(reinterpret_cast<const char*>(steps.far[d] + j), _MM_HINT_T1);
       }
       float* to = c.data + j;
