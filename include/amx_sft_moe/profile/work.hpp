@@ -129,10 +129,7 @@ inline void add_backward_down(StepWork& work, const StepShape& s) {
   add_weight_gradient(work, s, kDown, Phase::kD5WeightGrad);
 }
 
-}  // namespace work
-
 inline StepWork forward_work(const StepShape& s) {
-  using namespace work;  // NOLINT(google-build-using-namespace)
   StepWork done;
   const index_t rows = s.routed_rows;
   const index_t ranks = s.rank[kGate] + s.rank[kUp];
@@ -162,7 +159,6 @@ inline StepWork forward_work(const StepShape& s) {
 }
 
 inline StepWork backward_work(const StepShape& s) {
-  using namespace work;  // NOLINT(google-build-using-namespace)
   StepWork done;
   const index_t rows = s.routed_rows;
   const index_t ranks = s.rank[kGate] + s.rank[kUp];
@@ -189,5 +185,10 @@ inline StepWork backward_work(const StepShape& s) {
   }
   return done;
 }
+
+}  // namespace work
+
+using work::backward_work;
+using work::forward_work;
 
 AMX_SFT_MOE_NAMESPACE_END
