@@ -27,8 +27,8 @@ struct InPlaceSteps {
   const S* far[Depth];
 };
 
-// Tiles has, with its own target attribute (and arguments by value: what a store to C might change is loaded again), for 1 <= R <= MostRows, 1 <= D <= 4, 1 <= O <= DotOuts and
-// 1 <= T <= DotTokens:
+// Tiles has, with its own target attribute, for 1 <= R <= MostRows, 1 <= D <= 4, 1 <= O <= DotOuts and 1 <= T <=
+// DotTokens (steps and C by value: what a store to C might change would be loaded again):
 //   template <std::size_t R, std::size_t D, class S>
 //   static void add_steps(InPlaceSteps<R, D, S> steps, index_t cols, SumRows c);
 //   template <int O, int T, class S>   // C [T, O] += X [T, k] x rows^T, dot products along K; x ordered
