@@ -12,7 +12,7 @@ namespace arch {
 
 // These products are as fast as memory delivers, so it is asked twice. Far ahead into L2: a core waits for some ten
 // to sixteen lines at a time on their way to L1, for 48 on their way to L2. Then near, into L1.
-// gemm_nn: rows of B, far ahead the next block. gemm_nt: bytes along a row of W, and far ahead the rows that come next.
+// gemm_nn: rows of B, far ahead the next block. gemm_nt: bytes along a row of W, far ahead the rows that come next.
 inline constexpr index_t kFarRows = 16;
 inline constexpr index_t kNearRows = 4;
 inline constexpr index_t kWaitingRows = 6;  // of A, up to which L1 is asked: more have work until L2 delivers

@@ -33,7 +33,7 @@ struct Blocking {
   // its own or half of one, and its address is translated once for all columns of a task: at 256 columns eight
   // tasks did so for the same rows (benchmarks/LOG.md). As long as each thread has tasks to choose from. Products in
   // place, which mostly wait for memory, take whole rows where B has so many that it is more than C.
-  static constexpr index_t kMaxStripCols = 1024;
+  static constexpr index_t kMaxStripCols = 2048;
   static constexpr index_t kMaxInPlaceCols = 8192;
   static constexpr index_t kManyRows = 64;
   static constexpr index_t kTasksPerThread = 8;
