@@ -1,0 +1,112 @@
+"""Times the GEMM forms of several source trees beside one another, in one process:
+
+    python benchmarks/compare_trees.py ../before . [--kernel avx2] [--shape 2048 7168] [--tokens 1 4 8]
+
+On a shared machine one program after the other shows the neighbours, not a change of a few percent. Here each
+tree's headers become a library of their own, and the libraries take turns on the same bf16 weights in memory.
+Printed are each one's rate, in GB/s of weights (of x for gemm_tn), and the median of its ratios to the first.
+Needs GCC 12 or clang 16 (`CXX`), and numpy.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ctypes
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+
+FORMS = ("nt", "nn", "tn")
+KERNELS = {
+    "avx512": "Avx512<amx_sft_moe::bf16>",
+    "avx512_bf16": "Avx512Bf16",
+    "avx2": "Avx2<amx_sft_moe::bf16>",
+    "portable": "Portable<amx_sft_moe::bf16>",
+}
+MEMORY = 1 << 30  # bytes of weights: no cache holds them
+A_TURN = 96 << 20  # bytes of weights that a turn passes over
+
+
+def build(tree: Path, kernel: str, folder: Path) -> ctypes.CDLL:
+    """The forms of a source tree as a library, loaded apart from all others."""
+    if not (tree / "include" / "amx_sft_moe").is_dir():
+        sys.exit(f"{tree}: no include/amx_sft_moe in it")
+    library = folder / f"{len(list(folder.iterdir()))}.so"
+    source = Path(__file__).with_name("forms_library.cpp")
+    flags = ["-std=c++20", "-O3", "-DNDEBUG", "-fopenmp", "-fPIC", "-shared", f"-I{tree / 'include'}"]
+    define = f"-DBENCH_KERNEL=amx_sft_moe::kernels::{KERNELS[kernel]}"
+    subprocess.run([os.environ.get("CXX", "g++"), *flags, define, source, "-o", library, "-ldl"], check=True)
+    return ctypes.CDLL(str(library), mode=os.RTLD_LOCAL)
+
+
+def bf16_numbers(count: int) -> np.ndarray:
+    """Random numbers in bf16, which is the upper half of fp32."""
+    values = np.random.default_rng(0).standard_normal(1 << 20, dtype=np.float32)
+    return np.resize((values.view(np.uint32) >> 16).astype(np.uint16), count)
+
+
+def compare(runs: list[Callable[[int], None]], turns: int) -> list[list[float]]:
+    """Seconds of each run in each turn; run(i) passes over the i-th part of the weights."""
+    seconds: list[list[float]] = [[] for _ in runs]
+    part = 0
+    for _ in range(turns + 1):
+        for run, times in zip(runs, seconds, strict=True):
+            begin = time.perf_counter()
+            run(part)
+            times.append(time.perf_counter() - begin)
+            part += 1
+    return [times[1:] for times in seconds]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("trees", nargs="+", type=Path, help="checkouts; ratios are to the first")
+    parser.add_argument("--kernel", choices=KERNELS, default="avx512")
+    parser.add_argument("--shape", nargs=2, type=int, default=(1536, 2048), metavar=("OUT", "IN"))
+    parser.add_argument("--tokens", nargs="+", type=int, default=[1, 2, 4, 8, 16, 32, 64])
+    parser.add_argument("--forms", nargs="+", choices=FORMS, default=FORMS)
+    parser.add_argument("--threads", type=int, default=os.cpu_count())
+    parser.add_argument("--turns", type=int, default=31)
+    args = parser.parse_args()
+
+    out, inner = args.shape
+    matrix = 2 * out * inner
+    matrices = max(16, A_TURN // matrix // 2 * 2)
+    parts = max(2, MEMORY // (matrices * matrix))
+    weights = bf16_numbers(parts * matrices * out * inner)
+    activations = bf16_numbers(max(args.tokens) * max(out, inner, 16))
+    with tempfile.TemporaryDirectory() as folder:
+        libraries = [build(tree, args.kernel, Path(folder)) for tree in args.trees]
+
+    def run_of(library: ctypes.CDLL, form: str, tokens: int) -> Callable[[int], None]:
+        function = library[f"run_{form}"]
+        sizes = [ctypes.c_int64(n) for n in (matrices, out, inner)]
+
+        def run(part: int) -> None:
+            begin = weights.ctypes.data + part % parts * matrices * matrix
+            pointer, other = ctypes.c_void_p(begin), ctypes.c_void_p(activations.ctypes.data)
+            function(args.threads, ctypes.c_int64(tokens), pointer, *sizes, other)
+
+        return run
+
+    print(f"{args.kernel}, weights [{out}, {inner}], {args.threads} threads, {args.turns} turns")
+    for form in args.forms:
+        for tokens in args.tokens:
+            times = compare([run_of(library, form, tokens) for library in libraries], args.turns)
+            columns = []
+            for tree, own in zip(args.trees, times, strict=True):
+                ratio = statistics.median(a / b for a, b in zip(own, times[0], strict=True))
+                rate = matrices * matrix / statistics.median(own) * 1e-9
+                columns.append(f"{tree}: {rate:5.1f} GB/s, time {ratio:.3f}")
+            print(f"gemm_{form} m={tokens:<4} " + "   ".join(columns), flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,107 @@
+// The three GEMM forms as a shared library, for compare_trees.py: compiled against the headers of one source tree and
+// loaded beside that of another.
+#include <cstdint>
+
+#include "amx_sft_moe/amx_sft_moe.hpp"
+
+#ifndef BENCH_KERNEL
+#define BENCH_KERNEL amx_sft_moe::kernels::Avx512<amx_sft_moe::bf16>
+#endif
+
+namespace {
+
+using namespace amx_sft_moe;  // NOLINT(google-build-using-namespace)
+using Kernel = BENCH_KERNEL;
+using W = typename Kernel::Weight;
+using E = typename Kernel::Compute;
+
+constexpr index_t kRank = 16;
+
+struct Threads {
+  std::vector<gemm::Scratch> scratch;
+  std::vector<AlignedBuffer<float>> results;
+
+  Threads(int threads, index_t floats)
+      : scratch(static_cast<std::size_t>(threads)), results(static_cast<std::size_t>(threads)) {
+    for (auto& result : results) result.reserve(floats);
+  }
+
+  // work(thread context, result, task) for all tasks.
+  template <class Work>
+  void run(index_t tasks, Work&& work) {
+    parallel::run_tasks(static_cast<int>(scratch.size()), tasks, [&](int thread) {
+      const auto at = static_cast<std::size_t>(thread);
+      return [&, at, context = gemm::ThreadContext<Kernel>(scratch[at])](index_t task) mutable {
+        work(context, results[at].data(), task);
+      };
+    });
+  }
+};
+
+void store(const gemm::Block& block, float* result, index_t stride) {
+  const arch::BlockTarget<float> to{result + block.row * stride + block.col, stride, 1, false, 1.0F, nullptr};
+  Kernel::Rows::store(block.c, block.stride, block.rows, block.cols, to);
+}
+
+}  // namespace
+
+// `matrices` weights [out, in], one behind the other from `weights`, and activations [tokens, max(out, in)]: each
+// product once, cut into tasks as the operator cuts it. nt: x W^T. nn: grad W. tn: v^T x, with the weights' memory as x
+// and r = 16.
+extern "C" {
+
+void run_nt(int threads, index_t tokens, const W* weights, index_t matrices, index_t out, index_t in,
+            const W* activations) {
+  Threads team(threads, tokens * out);
+  const index_t stride = gemm::token_stride<Kernel>(in) * arch::kPanelCols;
+  AlignedBuffer<E> packed(ceil_div(tokens, arch::kPanelCols) * stride);
+  gemm::pack_operand<Kernel>(MatrixView<const W>{activations, tokens, in, in}, tokens, in,
+                             {packed.data(), stride});
+  constexpr index_t kWide = gemm::Blocking::kOutRows<Kernel>;
+  const index_t per_matrix = ceil_div(out, kWide);
+  team.run(matrices * per_matrix, [&](auto& context, float* result, index_t task) {
+    const index_t first = task % per_matrix * kWide;
+    const MatrixView<const W> matrix{weights + task / per_matrix * out * in, out, in, in};
+    const std::array<gemm::Term<E>, 1> terms{
+        {{gemm::AnyRows(matrix).from(first, 0), in, {packed.data(), stride}}}};
+    const std::array<std::span<const gemm::Term<E>>, 1> outputs{{terms}};
+    gemm::gemm_nt<Kernel>(
+        context, std::min(kWide, out - first), tokens, tokens, outputs, [&](const auto& blocks) {
+          const gemm::TokenBlock& block = blocks[0];
+          gemm::store_tokens<Kernel>(block, result + block.token * out + first + block.out, out, 1.0F, nullptr);
+        });
+  });
+}
+
+void run_nn(int threads, index_t tokens, const W* weights, index_t matrices, index_t out, index_t in,
+            const W* activations) {
+  Threads team(threads, tokens * in);
+  const index_t wide = gemm::Blocking::of_this_machine().cols_for<Kernel>(out, tokens, in, matrices, threads);
+  const index_t per_matrix = ceil_div(in, wide);
+  team.run(matrices * per_matrix, [&](auto& context, float* result, index_t task) {
+    const index_t first = task % per_matrix * wide;
+    const MatrixView<const W> matrix{weights + task / per_matrix * out * in, out, in, in};
+    const MatrixView<const W> grad{activations, tokens, out, out};
+    const std::array<gemm::NnTerm, 1> terms{{{grad, gemm::AnyRows(matrix).from(0, first), out}}};
+    gemm::gemm_nn<Kernel>(context, tokens, std::min(wide, in - first), terms,
+                          [&](const gemm::Block& block) { store(block, result + first, in); });
+  });
+}
+
+void run_tn(int threads, index_t tokens, const W* weights, index_t matrices, index_t out, index_t in,
+            const W* activations) {
+  Threads team(threads, kRank * in);
+  const index_t batches = matrices * out / tokens;
+  const index_t wide = gemm::Blocking::of_this_machine().cols_for<Kernel>(tokens, tokens, in, batches, threads);
+  const index_t per_batch = ceil_div(in, wide);
+  team.run(batches * per_batch, [&](auto& context, float* result, index_t task) {
+    const index_t first = task % per_batch * wide;
+    const index_t cols = std::min(wide, in - first);
+    const arch::RowSource<W> x{weights + task / per_batch * tokens * in + first, in, 1, nullptr};
+    const arch::RowSource<W> v{activations, kRank, 1, nullptr};
+    const auto panels = gemm::pack_tokens<Kernel>(context, x, tokens, cols);
+    gemm::gemm_tn<Kernel>(context, kRank, std::array<gemm::Factor, 1>{{{v, nullptr}}}, panels,
+                          [&](const gemm::Block& block) { store(block, result + first, in); });
+  });
+}
+}
