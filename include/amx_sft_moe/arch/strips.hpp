@@ -7,6 +7,7 @@
 // next is asked for meanwhile.
 #pragma once
 
+#include <cstdint>
 #include <utility>
 
 #include "amx_sft_moe/arch/operands.hpp"
@@ -19,12 +20,14 @@ namespace arch {
 // registers, whose moves compete with the arithmetic.
 inline constexpr index_t kStripCols = 64;
 
-// Memory that the next strip is made from: `rows` pieces of row_bytes each, `stride` bytes apart. Hardware
-// prefetchers do not see it coming: its rows lie on different pages.
+// Memory that strips to come are made from: of each, `rows` pieces of row_bytes, `stride` bytes apart. Hardware
+// prefetchers do not see it coming: its rows lie on different pages. Addresses are numbers: they may be those of
+// nothing, behind a matrix's last row.
 struct BytesAhead {
-  const char* data = nullptr;
+  std::uintptr_t next = 0;   // of the strip that is next, into L1; 0: not asked for
+  std::uintptr_t later = 0;  // of one after it, into L2; 0: not asked for
   index_t stride = 0;
-  index_t rows = 0;  // 0: nothing
+  index_t rows = 0;
   index_t row_bytes = 0;
 };
 
@@ -41,8 +44,9 @@ class PacedPrefetch {
 
   AMX_SFT_MOE_INLINE void step() {
     if (--left_ > 0) return;
-    for (index_t row = 0; row < burst_; ++row, ahead_.data += ahead_.stride) {
-      for (index_t byte = 0; byte < ahead_.row_bytes; byte += 64) __builtin_prefetch(ahead_.data + byte, 0, 2);
+    for (index_t row = 0; row < burst_; ++row) {
+      if (ahead_.next != 0) ask<3>(ahead_.next);
+      if (ahead_.later != 0) ask<2>(ahead_.later);
     }
     ahead_.rows -= burst_;
     left_ = ahead_.rows > 0 ? every_ : kNever;
@@ -50,6 +54,15 @@ class PacedPrefetch {
 
  private:
   static constexpr index_t kNever = index_t{1} << 62;
+
+  // A row's piece from `address` on, which moves to the next row.
+  template <int Locality>
+  AMX_SFT_MOE_INLINE void ask(std::uintptr_t& address) {
+    for (index_t byte = 0; byte < ahead_.row_bytes; byte += 64) {
+      __builtin_prefetch(reinterpret_cast<const char*>(address) + byte, 0, Locality);
+    }
+    address += static_cast<std::uintptr_t>(ahead_.stride);
+  }
 
   BytesAhead ahead_;
   index_t burst_ = 0;

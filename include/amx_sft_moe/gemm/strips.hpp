@@ -7,11 +7,12 @@
 //         pack it from rows of B                         pack it from rows of B, transposing
 //         C += A's block x strip                         C += A's block x strip
 //
-// While a strip is multiplied, the memory of the one that follows on the same rows of B is on its way. An element
-// of C is one chain of products along K whatever the block sizes: the same bits.
+// While a strip is multiplied, the memory of those that follow is on its way. An element of C is one chain of products
+// along K whatever the block sizes: the same bits.
 #pragma once
 
 #include <algorithm>
+#include <cstdint>
 
 #include "amx_sft_moe/arch/strips.hpp"
 #include "amx_sft_moe/gemm/operand.hpp"
@@ -63,13 +64,51 @@ void with_adjacent_rows(Scratch& scratch, const AnyRows& b, index_t rows, index_
   std::forward<F>(f)(arch::RowSource<E>{staged, cols, 1, nullptr});
 }
 
-// What of rows [row, row + count) of `source` lies from column `col` on, to be fetched ahead.
+// Where element [row, col] lies, or would: see arch::BytesAhead.
 template <class S>
-arch::BytesAhead bytes_ahead(const arch::RowSource<S>& source, index_t row, index_t count, index_t col,
-                             index_t cols) {
-  if (source.row_index != nullptr || count <= 0) return {};
+std::uintptr_t place(const arch::RowSource<S>& source, index_t row, index_t col) {
   constexpr index_t kSize = sizeof(S);
-  return {reinterpret_cast<const char*>(source.row(row) + col), source.row_stride * kSize, count, cols * kSize};
+  return reinterpret_cast<std::uintptr_t>(source.data) +
+         static_cast<std::uintptr_t>((row * source.row_stride + col) * kSize);
+}
+
+// What comes after the strip of source's rows [0, depth) from column `col` on: the same columns of the next_depth rows
+// that are multiplied next, which lie on other pages; where there are none, the strips that follow on the same rows.
+template <class S>
+arch::BytesAhead ahead_of_rows(const arch::RowSource<S>& source, index_t depth, index_t next_depth, index_t col,
+                               index_t cols) {
+  constexpr index_t kSize = sizeof(S);
+  if (source.row_index != nullptr) return {};
+  const index_t stride = source.row_stride * kSize;
+  if (next_depth > 0) {
+    return {0, place(source, depth, col), stride, next_depth, std::min(arch::kStripCols, cols - col) * kSize};
+  }
+  const index_t next = col + arch::kStripCols;
+  const index_t later = next + arch::kStripCols;
+  if (next >= cols) return {};
+  return {place(source, 0, next), later < cols ? place(source, 0, later) : 0, stride, depth,
+          std::min(arch::kStripCols, cols - next) * kSize};
+}
+
+// What comes after the strip of source's rows from `row` and columns from `kk` on, of [out, k]: the two strips that
+// follow on the same rows, and behind their ends those of the rows that come next.
+template <class S>
+arch::BytesAhead ahead_of_columns(const arch::RowSource<S>& source, index_t row, index_t kk, index_t out,
+                                  index_t k) {
+  constexpr index_t kSize = sizeof(S);
+  struct Strip {
+    index_t row, k;
+  };
+  const auto after = [k](const Strip& strip) {
+    const bool same_rows = strip.k + kColumnStripDepth < k;
+    return same_rows ? Strip{strip.row, strip.k + kColumnStripDepth} : Strip{strip.row + arch::kStripCols, 0};
+  };
+  const Strip next = after({row, kk});
+  const Strip later = after(next);
+  if (source.row_index != nullptr || next.row >= out) return {};
+  return {place(source, next.row, next.k), later.row < out ? place(source, later.row, later.k) : 0,
+          source.row_stride * kSize, std::min(arch::kStripCols, out - next.row),
+          std::min(kColumnStripDepth, k - next.k) * kSize};
 }
 
 // C [rows, cols] += A [rows, k] x B [k, cols].
@@ -91,14 +130,13 @@ void multiply_rows(Scratch& scratch, const AnyRows& a, index_t rows, const AnyRo
   for (index_t kk = 0; kk < k; kk += depth) {
     const index_t here = std::min(depth, k - kk);
     const auto a_block = strip_rows<Kernel>(scratch, a.from(0, kk), rows, here);
-    const bool in_place = b.col_stride() == 1;
+    const index_t next = b.col_stride() == 1 ? std::min(depth, k - kk - here) : 0;  // a copy is of one block
     with_adjacent_rows<Kernel>(scratch, b.from(kk, 0), here, cols, [&](const auto& source) {
       for (index_t j = 0; j < cols; j += arch::kStripCols) {
         const index_t wide = std::min(arch::kStripCols, cols - j);
-        const index_t next = in_place ? std::min(depth, k - kk - here) : 0;
         Micro::strip_of_rows(source.from_column(j), here, wide, strip);
         Micro::multiply(a_block.data, a_block.row_stride, rows, strip, round_up(here, Micro::kKUnit), wide,
-                        c.after(kk).from(0, j), bytes_ahead(source, here, next, j, wide));
+                        c.after(kk).from(0, j), ahead_of_rows(source, here, next, j, cols));
       }
     });
   }
@@ -128,14 +166,9 @@ void multiply_columns(Scratch& scratch, const typename Kernel::Compute* x, index
       const index_t wide = std::min(arch::kStripCols, out - i);
       for (index_t kk = 0; kk < k; kk += kDepth) {
         const index_t here = std::min(kDepth, k - kk);
-        const bool same_rows = kk + kDepth < k;
-        const index_t next_row = same_rows ? i : i + arch::kStripCols;
-        const index_t next_rows = std::min(arch::kStripCols, out - next_row);
-        const index_t next_k = same_rows ? kk + kDepth : 0;
         Micro::strip_of_columns(source.from_row(i).from_column(kk), wide, here, strip);
         Micro::multiply(x + kk, x_stride, tokens, strip, round_up(here, Micro::kKUnit), wide,
-                        c.after(kk).from(0, i),
-                        bytes_ahead(source, next_row, next_rows, next_k, std::min(kDepth, k - next_k)));
+                        c.after(kk).from(0, i), ahead_of_columns(source, i, kk, out, k));
       }
     }
   });
