@@ -15,11 +15,12 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch._C._autograd import _profiler_enabled
 from torch.autograd.function import once_differentiable
 from torch.autograd.profiler import record_function
 
 from amx_sft_moe import _core
-from amx_sft_moe.layer import ExpertBiases, ExpertWeights
+from amx_sft_moe.layer import ExpertBiases, ExpertWeights, Weight
 
 _NUM_FACTORS = 6
 _NO_FACTORS = (None,) * _NUM_FACTORS
@@ -82,7 +83,7 @@ _NO_RANGES = nullcontext()
 
 def _ranges(name: str, operator: _core.SftMoe) -> Any:
     # With no profiler attached this question is all that it costs.
-    return _Ranges(name, operator) if torch.autograd._profiler_enabled() else _NO_RANGES
+    return _Ranges(name, operator) if _profiler_enabled() else _NO_RANGES
 
 
 def run_forward(
@@ -125,7 +126,7 @@ def run_backward(
         grad_x, grad_weights, *grads = operator.backward_saved(*inputs, *core_parameters, wanted)
         factors = zip(parameters[:_NUM_FACTORS], grads, strict=False)
         grads[:_NUM_FACTORS] = [
-            grad if grad is None else laid_out_like(factor, grad) for factor, grad in factors
+            grad if factor is None or grad is None else laid_out_like(factor, grad) for factor, grad in factors
         ]
     return [grad_x, grad_weights, *grads]
 
@@ -154,10 +155,11 @@ class _Experts(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad_y: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         x, expert_ids, routing_weights, saved, *parameters = ctx.saved_tensors
+        shared_a, scaling = ctx.lora
         needs = ctx.needs_input_grad
         wanted = [needs[_X], needs[_ROUTING_WEIGHTS], *needs[_FACTORS:]]
         grad_x, grad_weights, *grads = run_backward(
-            ctx.experts, *ctx.lora, x, expert_ids, routing_weights, saved, grad_y, parameters, wanted
+            ctx.experts, shared_a, scaling, x, expert_ids, routing_weights, saved, grad_y, parameters, wanted
         )
         return None, None, grad_x, None, grad_weights, *grads
 
@@ -166,7 +168,7 @@ def _for_core(
     shared_a: bool, scaling: Sequence[float], parameters: Sequence[torch.Tensor | None]
 ) -> tuple[_core.LoraFactors, _core.Biases]:
     """Factors and biases of a call as the operator takes them; its base weights it has."""
-    factors = [_by_expert(factor) for factor in parameters[:_NUM_FACTORS]]
+    factors = [None if factor is None else _by_expert(factor) for factor in parameters[:_NUM_FACTORS]]
     gate_a, _, up_a, *_ = parameters
     if gate_a is not None and up_a is not None and gate_a.dtype == up_a.dtype and gate_a.is_set_to(up_a):
         factors[2] = factors[0]  # turned or not, the operator sees that gate and up have one A
@@ -198,9 +200,9 @@ def _has_columns_outside(factor: torch.Tensor) -> bool:
     return factor.stride(2) > factor.stride(1)
 
 
-def _by_expert(factor: torch.Tensor | None) -> torch.Tensor | None:
+def _by_expert(factor: torch.Tensor) -> torch.Tensor:
     """The factor ``[E, rows, cols]`` with each expert's matrix in one piece."""
-    if factor is None or factor.dim() != 3 or not _has_expert_last(factor):
+    if factor.dim() != 3 or not _has_expert_last(factor):
         return factor
     if _has_columns_outside(factor):
         return _by_expert(factor.transpose(1, 2)).transpose(1, 2)
@@ -226,7 +228,7 @@ def sft_moe(
     routing_weights: torch.Tensor,
     lora: LoraFactors = _NO_LORA,
     biases: ExpertBiases | None = None,
-    weights: Mapping[str, torch.Tensor] | None = None,
+    weights: Mapping[str, Weight] | None = None,
 ) -> torch.Tensor:
     """Experts' output y ``[T, H]`` of the dtype of x, differentiable with respect to x, routing weights,
     factors, biases and base weights.

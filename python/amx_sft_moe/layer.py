@@ -148,7 +148,7 @@ class ExpertWeights:
             raise TypeError(f"biases: expected ExpertBiases, got {type(biases).__name__}")
         self.top_k = as_int("top_k", top_k, 1)
         self.activation, limit, alpha = parse_activation(activation)
-        self._options = {
+        self._options: dict[str, Any] = {
             "num_experts": self.num_experts,
             "top_k": self.top_k,
             "hidden_size": self.hidden_size,
@@ -166,7 +166,7 @@ class ExpertWeights:
         # found, whatever the environment says by then.
         self._options["kernel"] = self.operator().kernel
 
-    def inputs(self, weights: Mapping[str, torch.Tensor] | None = None) -> tuple[torch.Tensor | None, ...]:
+    def inputs(self, weights: Mapping[str, Weight] | None = None) -> tuple[torch.Tensor | None, ...]:
         """The base weights as inputs of autograd, in the order of :data:`WEIGHT_NAMES`: these, or ``weights``,
         which are views of the same memory."""
         if weights is None:

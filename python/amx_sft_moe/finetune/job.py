@@ -28,8 +28,8 @@ def run(options: Options) -> results.Results:
     say = Terminal(stages=6 if options.compare_steps else 5)
     environment = _environment(kernel, options.threads)
     say.line("amx_sft_moe finetune")
-    for label, text in environment.items():
-        say.fact(label, text)
+    for label, value in environment.items():
+        say.fact(label, value)
 
     with tempfile.TemporaryDirectory(prefix="amx-sft-moe-") as folder:
         scratch = Path(folder)

@@ -220,7 +220,7 @@ def expert_sizes(model: torch.nn.Module) -> ExpertSizes:
     """Sizes of the first layer's experts, and how many of them a token goes to."""
     bare = bare_model(model)
     _, module = next(iter(routed_experts(bare)))
-    experts, rows, cols = module.down_proj.shape
+    experts, rows, cols = module.get_parameter("down_proj").shape
     hidden, intermediate = (cols, rows) if getattr(module, "is_transposed", False) else (rows, cols)
     top_k = next((each.top_k for each in bare.modules() if isinstance(getattr(each, "top_k", None), int)), 0)
     return ExpertSizes(experts, hidden, intermediate, top_k)

@@ -35,7 +35,7 @@ class EncodingCounts:
     dropped: int  # the prompt alone fills the sequence: nothing would be left to learn
 
 
-class TokenBlocks(Dataset):
+class TokenBlocks(Dataset[dict[str, torch.Tensor]]):
     """`input_ids`, `labels` and `position_ids`, int64 [N, L] each; item i is a dict of the three rows i.
 
     A position id that does not follow its predecessor starts a new example: transformers derives from it an

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from pathlib import Path
 
 import matplotlib
@@ -113,9 +114,9 @@ def _step_times(axes: Axes, results: Results) -> None:
 
 def draw(results: Results, path: Path) -> None:
     """Writes the picture as PNG, as a whole or not at all. Stages that did not run have no panel."""
-    panels = []
-    if results.base is not None:
-        panels.append(lambda axes: _losses(axes, results.base, "Base training: prose"))
+    panels: list[Callable[[Axes], None]] = []
+    if (base := results.base) is not None:
+        panels.append(lambda axes: _losses(axes, base, "Base training: prose"))
     panels.append(lambda axes: _losses(axes, results.lora, "LoRA: experts and attention"))
     if results.comparison:
         panels.append(lambda axes: _step_times(axes, results))

@@ -40,7 +40,9 @@ def loss_table(results: Results) -> Table:
 def step_loss_table(ours: Lane, other: Lane) -> Table:
     """Losses of the compared steps, side by side."""
     pairs = zip(ours.losses, other.losses, strict=True)
-    rows = [(str(step), loss(a), loss(b), f"{a - b:+.4f}") for step, (a, b) in enumerate(pairs, start=1)]
+    rows: list[Row] = [
+        (str(step), loss(a), loss(b), f"{a - b:+.4f}") for step, (a, b) in enumerate(pairs, start=1)
+    ]
     return ("loss of step", ours.name, other.name, "difference"), rows
 
 
@@ -59,7 +61,7 @@ def step_time_table(ours: Lane, other: Lane) -> Table:
 
 def adapter_table(results: Results) -> Table:
     """The held-out loss of the saved adapter in both worlds."""
-    rows = [("in training, experts in amx_sft_moe", loss(results.adapter.loss))]
+    rows: list[Row] = [("in training, experts in amx_sft_moe", loss(results.adapter.loss))]
     if results.adapter.stock_loss is not None:
         rows.append(("read back by stock PEFT, experts in grouped_mm", loss(results.adapter.stock_loss)))
     return ("held-out loss of the adapter", "loss"), rows

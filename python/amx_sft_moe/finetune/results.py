@@ -83,8 +83,8 @@ class Results:
     def as_json(self) -> dict[str, Any]:
         """Everything, as plain values; seconds, nats per token, and counts."""
 
-        def curve(found: Curve | None) -> dict[str, Any] | None:
-            return found and {**asdict(found), "tokens_per_second": found.tokens_per_second}
+        def curve(found: Curve) -> dict[str, Any]:
+            return {**asdict(found), "tokens_per_second": found.tokens_per_second}
 
         def lane(found: Lane) -> dict[str, Any]:
             medians = {name: found.median(name) for name in ("step", "forward", "backward")}
@@ -95,7 +95,7 @@ class Results:
             "environment": self.environment,
             "data": asdict(self.data),
             "model": asdict(self.model),
-            "base_training": curve(self.base),
+            "base_training": self.base and curve(self.base),
             "lora_training": {
                 **curve(self.lora),
                 "held_out_before": self.before,

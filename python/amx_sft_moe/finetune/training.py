@@ -8,11 +8,20 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.utils.deterministic
 from tqdm import tqdm
-from transformers import PrinterCallback, Trainer, TrainerCallback, TrainingArguments, default_data_collator
+from transformers import (
+    PrinterCallback,
+    Trainer,
+    TrainerCallback,
+    TrainerControl,
+    TrainerState,
+    TrainingArguments,
+    default_data_collator,
+)
 
 from .held_out import held_out_loss
 from .packing import TokenBlocks
@@ -47,25 +56,39 @@ class _Progress(TrainerCallback):
         self.bar: tqdm | None = None
         self.began = 0.0
 
-    def on_train_begin(self, args, state, control, **kwargs):
+    def on_train_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
         self.bar = tqdm(total=state.max_steps, desc=self.title, unit="step", dynamic_ncols=True, leave=True)
 
-    def on_step_begin(self, args, state, control, **kwargs):
+    def on_step_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
         self.began = time.perf_counter()
 
-    def on_step_end(self, args, state, control, **kwargs):
+    def on_step_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
         self.curve.step_seconds.append(time.perf_counter() - self.began)
 
-    def on_log(self, args, state, control, logs=None, **kwargs):
+    def on_log(
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        logs: dict[str, float] | None = None,
+        **kwargs: Any,
+    ) -> None:
         if not logs or "loss" not in logs:
             return
         self.curve.losses.append(float(logs["loss"]))
         done = state.global_step
         if done % self.evaluate_every == 0 and done < state.max_steps:
             self.curve.held_out.append((done, self.evaluate()))
-        speed = f"{self.curve.tokens_per_second:,.0f} tokens/s"
-        self.bar.set_postfix_str(f"loss {self.curve.losses[-1]:.3f}, {speed}", refresh=False)
-        self.bar.update(1)
+        if self.bar is not None:
+            speed = f"{self.curve.tokens_per_second:,.0f} tokens/s"
+            self.bar.set_postfix_str(f"loss {self.curve.losses[-1]:.3f}, {speed}", refresh=False)
+            self.bar.update(1)
 
     def close(self) -> None:
         """Ends the bar, also after an exception, so that what is printed next has a line of its own."""
@@ -78,14 +101,15 @@ def _reproducible() -> Iterator[None]:
     """Torch's deterministic algorithms: else grouped_mm's gather adds up gradients in an order of chance."""
     enabled = torch.are_deterministic_algorithms_enabled()
     warn_only = torch.is_deterministic_algorithms_warn_only_enabled()
-    fill = torch.utils.deterministic.fill_uninitialized_memory
+    settings: Any = torch.utils.deterministic  # a module with a property, which its types do not show
+    fill = settings.fill_uninitialized_memory
     torch.use_deterministic_algorithms(True, warn_only=True)
-    torch.utils.deterministic.fill_uninitialized_memory = False  # a search for bugs, paid for in every step
+    settings.fill_uninitialized_memory = False  # a search for bugs, paid for in every step
     try:
         yield
     finally:
         torch.use_deterministic_algorithms(enabled, warn_only=warn_only)
-        torch.utils.deterministic.fill_uninitialized_memory = fill
+        settings.fill_uninitialized_memory = fill
 
 
 def train(

@@ -9,7 +9,7 @@ hold the factors. Either gives what is added to the parameter as it is stored; h
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import nn
+from torch.nn.utils.parametrize import ParametrizationList, is_parametrized
 
 from amx_sft_moe.autograd import LoraFactors
 
@@ -94,7 +95,7 @@ def traced_on(module: nn.Module) -> list[ActiveAdapters] | None:
     """The adapters of the call of ``module`` that dynamo traces, marked as used; None where the graph cannot
     know them, since they came before it."""
     found = list(getattr(module, _TRACED, ()))
-    if nn.utils.parametrize.is_parametrized(module) or getattr(module, _SCOPES, (0,))[0] > 0:
+    if is_parametrized(module) or getattr(module, _SCOPES, (0,))[0] > 0:
         return None
     for adapters in found:
         adapters.used = True
@@ -128,8 +129,8 @@ def lora_of(
     for one in adapters:
         deltas[one.parameter] += one.read()
     for name, found in deltas.items():
-        if nn.utils.parametrize.is_parametrized(module, name):
-            found += _of_proxies(module.parametrizations[name], name)
+        if (proxies := parametrizations_of(module, name)) is not None:
+            found += _of_proxies(proxies, name)
         for delta in found:
             _require_delta(name, delta, _stored_shape(module, name), num_experts)
     gate_up, down = (_as_one([as_factors(delta, transposed) for delta in found]) for found in deltas.values())
@@ -160,9 +161,17 @@ def split_interleaved(b: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return gate, up
 
 
-def _of_proxies(parametrizations: nn.Module, name: str) -> list[Delta]:
+def parametrizations_of(module: nn.Module, name: str) -> ParametrizationList | None:
+    """torch's parametrizations of the parameter; None where it has none."""
+    if not is_parametrized(module, name):
+        return None
+    by_name: Any = module.parametrizations  # a ModuleDict, which nn.Module's types do not know
+    return by_name[name]
+
+
+def _of_proxies(proxies: Iterable[Any], name: str) -> list[Delta]:
     found = []
-    for proxy in parametrizations:
+    for proxy in proxies:
         if not all(hasattr(proxy, part) for part in ("lhs", "rhs", "scaling")):
             raise NotUnderstoodError(
                 f"expected LoRA factors on {name}, got a parametrization {type(proxy).__name__}"
@@ -172,9 +181,8 @@ def _of_proxies(parametrizations: nn.Module, name: str) -> list[Delta]:
 
 
 def _stored_shape(module: nn.Module, name: str) -> torch.Size:
-    if nn.utils.parametrize.is_parametrized(module, name):
-        return module.parametrizations[name].original.shape
-    return getattr(module, name).shape
+    parametrizations = parametrizations_of(module, name)
+    return getattr(module, name).shape if parametrizations is None else parametrizations.original.shape
 
 
 def _require_delta(name: str, delta: Delta, shape: torch.Size, num_experts: int) -> None:

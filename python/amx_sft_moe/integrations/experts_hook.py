@@ -37,7 +37,7 @@ from amx_sft_moe.integrations.layouts import (
     require_weights,
 )
 from amx_sft_moe.integrations.mapped_experts import address_of, is_mapped
-from amx_sft_moe.layer import ExpertWeights
+from amx_sft_moe.layer import ExpertWeights, Weight
 
 try:
     from transformers.integrations import moe
@@ -104,25 +104,25 @@ class ExpertsHook:
         if device.type == "cpu":
             return sft_moe(layer.experts, hidden_states, top_k_index, top_k_weights, lora, biases, weights)
         # The rest of the model is elsewhere: activations come here and go back, and so do their gradients.
-        inputs = [tensor.to("cpu") for tensor in (hidden_states, top_k_index, top_k_weights)]
-        return sft_moe(layer.experts, *inputs, lora, biases, weights).to(device)
+        x, expert_ids, routing = [tensor.to("cpu") for tensor in (hidden_states, top_k_index, top_k_weights)]
+        return sft_moe(layer.experts, x, expert_ids, routing, lora, biases, weights).to(device)
 
     def _layer(
         self, module: nn.Module, x: torch.Tensor, expert_ids: torch.Tensor, routing_weights: torch.Tensor
     ) -> _Layer:
         """The layer that takes this call; NotUnderstoodError where none can."""
-        _require_inputs(
-            *[t.shape[1:] for t in (x, expert_ids, routing_weights)], x.dtype, routing_weights.dtype
-        )
+        extents = x.shape[1:], expert_ids.shape[1:], routing_weights.shape[1:]
+        _require_inputs(*extents, x.dtype, routing_weights.dtype)
         return self._layer_for(module, x.shape[1], expert_ids.shape[1])
 
     def _layer_for(self, module: nn.Module, hidden: int, top_k: int) -> _Layer:
         require_gated(module)
         gate = gate_of(module)
         layout = layout_of(module, gate.interleaved)
-        weights = {name: base_weight(module, name) for name in ("gate_up_proj", "down_proj")}
+        gate_up, down = base_weight(module, "gate_up_proj"), base_weight(module, "down_proj")
+        weights = {"gate_up_proj": gate_up, "down_proj": down}
         if layout.biased:
-            require_biases(module, layout, weights["down_proj"].shape)
+            require_biases(module, layout, down.shape)
         found = self._layers.get(module)
         if (
             found is None
@@ -130,14 +130,17 @@ class ExpertsHook:
             or found.layout != layout
             or found.activation != gate.activation
         ):
-            require_weights(layout, *weights.values(), hidden)
+            require_weights(layout, gate_up, down, hidden)
             lay_out_rows(type(module).__name__, layout, weights)
             with torch.no_grad():  # kept for longer than a graph; trained weights are inputs of each call
-                views = as_operator_takes_them(layout, *weights.values())
+                views = as_operator_takes_them(layout, gate_up, down)
             found = _Layer(
                 experts=ExpertWeights(
                     top_k=top_k,
-                    **views,
+                    gate_up_proj=views.get("gate_up_proj"),
+                    gate_proj=views.get("gate_proj"),
+                    up_proj=views.get("up_proj"),
+                    down_proj=views["down_proj"],
                     activation=gate.activation,
                     kernel=self._kernel,
                     num_threads=self._num_threads,
@@ -192,10 +195,11 @@ class ExpertsHook:
             lora = _lora_of(module, adapters, num_experts, layout)
         except NotUnderstoodError:  # said by the eager call that follows
             return _by_default(module, adapters, *inputs)
-        on_cpu = [tensor.to("cpu") for tensor in inputs]
+        x, expert_ids, routing = [tensor.to("cpu") for tensor in inputs]
         # Weights are looked at after the plan, which may lay out their memory: graphs are guarded by strides.
         weights = _trained_weights_of(module, layout)
-        y = compiled.sft_moe((handle, saved), *on_cpu, lora, biases_of(module, layout), weights)
+        biases = biases_of(module, layout)
+        y = compiled.sft_moe((handle, saved), x, expert_ids, routing, lora, biases, weights)
         return y.to(hidden_states.device)
 
     def in_graph(self, module: nn.Module, hidden: int, top_k: int) -> _LayerInGraph:
@@ -220,6 +224,8 @@ class _LayerInGraph:
     def experts(self) -> ExpertWeights:
         """The layer's base weights, where they are now."""
         module = self._module()
+        if module is None:
+            raise StateError("compiled graph: expected a layer that it was traced with, got one that is gone")
         name = type(module).__name__
         if active_adapters_on(module):
             raise StateError(f"{name}: expected no LoRA beside that of the compiled graph, got some")
@@ -246,7 +252,7 @@ def _plan(
     of tokens."""
     try:
         _require_inputs(hidden, ids, routes, x_dtype, routing_dtype)
-        layer = hook.in_graph(module, *hidden, ids[0])
+        layer = hook.in_graph(module, hidden[0], ids[0])
     except NotUnderstoodError as reason:
         hook.warn_once(type(module).__name__, str(reason))
         return None
@@ -276,7 +282,7 @@ def _require_inputs(
             raise NotUnderstoodError(f"expected {name} in bfloat16 or float32, got {dtype}")
 
 
-def _trained_weights_of(module: nn.Module, layout: Layout) -> dict[str, torch.Tensor] | None:
+def _trained_weights_of(module: nn.Module, layout: Layout) -> Mapping[str, Weight] | None:
     """The base weights of this call as inputs of autograd, where they train."""
     gate_up, down = base_weight(module, "gate_up_proj"), base_weight(module, "down_proj")
     if not (torch.is_grad_enabled() and (gate_up.requires_grad or down.requires_grad)):
@@ -309,10 +315,16 @@ _after_a_break: Any = torch.compiler.disable(_outside_of_graphs)
 def _default_implementation(module: nn.Module) -> Any:
     if is_mapped(module):
         # Reads expert by expert; there is no stack to give to grouped_mm.
-        return type(module).forward.__wrapped__
-    # What transformers takes where nothing is asked for; "eager" is the class's own loop below its decorator.
+        return _eager_implementation(module)
+    # What transformers takes where nothing is asked for.
     default = moe.ALL_EXPERTS_FUNCTIONS.get("grouped_mm")
-    return default if default is not None else type(module).forward.__wrapped__
+    return default if default is not None else _eager_implementation(module)
+
+
+def _eager_implementation(module: nn.Module) -> Any:
+    """The class's own loop, below transformers' decorator."""
+    decorated: Any = type(module).forward
+    return decorated.__wrapped__
 
 
 def register(name: str, kernel: str, num_threads: int | None) -> None:

@@ -200,7 +200,8 @@ class _Probe:
 
     def _with_derivatives(self, module: nn.Module, pairs: torch.Tensor) -> tuple[torch.Tensor, ...] | None:
         try:
-            return self._differentiated(module._apply_gate(pairs))
+            apply_gate: Any = module._apply_gate
+            return self._differentiated(apply_gate(pairs))
         except Exception:  # other people's code on values of our choice
             return None
 

@@ -11,14 +11,14 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 import torch
 from torch import nn
 
-from amx_sft_moe.integrations.adapters_in_use import NotUnderstoodError
+from amx_sft_moe.integrations.adapters_in_use import NotUnderstoodError, parametrizations_of
 from amx_sft_moe.integrations.mapped_experts import MappedStack, weights_one_by_one
 from amx_sft_moe.layer import ExpertBiases, Weight
 
@@ -40,9 +40,9 @@ class Layout:
 
 def base_weight(module: nn.Module, name: str) -> torch.Tensor:
     """The parameter below whatever adapts it."""
-    weight = module._parameters.get(name)
-    if weight is None and nn.utils.parametrize.is_parametrized(module, name):
-        weight = getattr(module.parametrizations[name], "original", None)
+    weight: torch.Tensor | None = module._parameters.get(name)
+    if weight is None and (parametrizations := parametrizations_of(module, name)) is not None:
+        weight = getattr(parametrizations, "original", None)
     if weight is None:
         raise NotUnderstoodError(f"expected a parameter {name}, got none")
     return weight
@@ -144,7 +144,7 @@ def biases_of(module: nn.Module, layout: Layout) -> ExpertBiases:
     return ExpertBiases(gate_up_bias=gate_up, down_bias=down)
 
 
-def as_operator_takes_them(layout: Layout, gate_up: torch.Tensor, down: torch.Tensor) -> dict[str, Weight]:
+def as_operator_takes_them(layout: Layout, gate_up: torch.Tensor, down: torch.Tensor) -> Mapping[str, Weight]:
     """Views of the weights by the operator's names: ``gate_up_proj [E, 2I, H]``, or ``gate_proj`` and
     ``up_proj [E, I, H]``; and ``down_proj [E, H, I]``. The weights themselves where nothing has to change.
 

@@ -45,7 +45,7 @@ def install(is_ours: Callable[[nn.Module], bool]) -> bool:
 
     Idempotent. Returns whether it did; where not, PEFT is as it was.
     """
-    wrapper_class = getattr(peft_layer, "ParamWrapper", None)
+    wrapper_class: Any = getattr(peft_layer, "ParamWrapper", None)
     original = getattr(wrapper_class, "_activate_lora", None)
     if hasattr(original, _MARK):
         return True

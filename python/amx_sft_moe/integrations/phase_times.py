@@ -131,8 +131,9 @@ class _NotPrinted(TrainerCallback):
         logs: dict[str, float] | None = None,
         **kwargs: Any,
     ) -> None:
-        for name in [name for name in logs or () if name.startswith(PREFIX)]:
-            del logs[name]
+        if logs is not None:
+            for name in [name for name in logs if name.startswith(PREFIX)]:
+                del logs[name]
 
 
 def log_phase_times(trainer: Trainer, *, phases: bool = True) -> PhaseTimesCallback:

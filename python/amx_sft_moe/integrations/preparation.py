@@ -70,7 +70,7 @@ class Preparation:
     def __str__(self) -> str:
         everything = sum(part.parameters for part in self.parts)
         lines = [f"{self.model}: {self.trained_parameters:,} of {everything:,} parameters train"]
-        rows = [("part", "trains as", "modules", "parameters", "memory")]
+        rows: list[tuple[str, ...]] = [("part", "trains as", "modules", "parameters", "memory")]
         for part in self.trained:
             dtype = str(part.key.dtype).removeprefix("torch.")
             where = f"{part.key.group}: {part.key.target}"
@@ -235,9 +235,9 @@ def _activations(
         yield MemoryItem("saved activations of the experts", sum(saved), remark=f"{len(saved)} layers")
     scratch = max(training_memory.workspace(layer, tokens) for layer in layers)
     yield MemoryItem("workspace of the experts", scratch, remark="shared by all layers; and some MB a thread")
-    head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
-    if head is not None and getattr(head, "weight", None) is not None:
-        logits = tokens * head.weight.shape[0] * (activation_bytes + 4)
+    get_head: Any = getattr(model, "get_output_embeddings", lambda: None)
+    if (weight := getattr(get_head(), "weight", None)) is not None:
+        logits = tokens * weight.shape[0] * (activation_bytes + 4)
         yield MemoryItem("logits and their gradient", logits, counted=False, remark="rough, not in the total")
 
 
@@ -297,8 +297,8 @@ def _runs_here(experts: RoutedExperts) -> bool:
 
 
 def _name(model: nn.Module) -> str:
-    base = model.get_base_model() if hasattr(model, "get_base_model") else model
-    return type(base).__name__
+    get_base: Any = getattr(model, "get_base_model", lambda: model)
+    return type(get_base()).__name__
 
 
 def _size(count: int) -> str:

@@ -165,12 +165,11 @@ class _Groups:
 
 
 def _embeddings(model: nn.Module) -> Iterator[str]:
-    head = None
-    if hasattr(model, "get_output_embeddings"):
-        try:
-            head = model.get_output_embeddings()
-        except (AttributeError, NotImplementedError):  # a model without a head
-            head = None
+    get_head: Any = getattr(model, "get_output_embeddings", lambda: None)
+    try:
+        head = get_head()
+    except (AttributeError, NotImplementedError):  # a model without a head
+        head = None
     for name, module in model.named_modules():
         if isinstance(module, nn.Embedding) or (head is not None and module is head):
             yield unwrapped(name)
