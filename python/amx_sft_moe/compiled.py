@@ -66,7 +66,7 @@ def _experts(handle: int, parameters: Sequence[torch.Tensor | None] = ()) -> Exp
     experts = layer if isinstance(layer, ExpertWeights) else layer.experts()
     weights = zip(WEIGHT_NAMES, parameters[-len(WEIGHT_NAMES) :], strict=False)
     if given := {name: weight for name, weight in weights if weight is not None}:
-        experts.inputs(given)  # refuses what is not the layer's own memory
+        experts.inputs({**experts.weights, **given})  # refuses what is not the layer's own memory
     return experts
 
 

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from amx_sft_moe import StateError, compiled
-from amx_sft_moe.nn import SftMoeExperts
+from amx_sft_moe.nn import ExpertWeights, SftMoeExperts, sft_moe
 from cases import Sizes
 from families import family_model, token_batch, with_lora
 from models import loss_and_gradients
@@ -177,6 +177,23 @@ def test_module_of_this_package(shared: bool, in_graphs: list[int]) -> None:
     inputs = [layer.x.requires_grad_(), layer.expert_ids, layer.routing_weights.requires_grad_()]
     expected = results(experts, inputs, *factors)
     found = results(torch.compile(experts, fullgraph=True, backend=BACKEND), inputs, *factors)
+    assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+    assert len(in_graphs) == 3, "asked for the handle, a forward and a backward"
+
+
+def test_one_weight_trains_beside_matrices_of_experts(in_graphs: list[int]) -> None:
+    layer = make_layer(Sizes(tokens=12), dtype=torch.float32)
+    down = layer.down_proj.requires_grad_()
+    experts = ExpertWeights(
+        top_k=2, gate_proj=list(layer.gate_proj), up_proj=list(layer.up_proj), down_proj=down
+    )
+    inputs = [layer.x.requires_grad_(), layer.expert_ids, layer.routing_weights.requires_grad_()]
+
+    def call(*given: torch.Tensor) -> torch.Tensor:
+        return sft_moe(experts, *given)
+
+    expected = results(call, inputs, down)
+    found = results(torch.compile(call, fullgraph=True, backend=BACKEND), inputs, down)
     assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
     assert len(in_graphs) == 3, "asked for the handle, a forward and a backward"
 
