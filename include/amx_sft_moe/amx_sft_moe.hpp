@@ -9,7 +9,7 @@
 //   parallel/   regions of tasks: the only place that knows OpenMP
 //   profile/    the list of phases, the recorder, NVTX ranges, dumps and traces
 //   arch/       instruction sets: microkernels and row operations, the only place with intrinsics
-//   gemm/       gemm_nt, gemm_nn, gemm_tn over panels; blocking constants
+//   gemm/       gemm_nt, gemm_nn, gemm_tn over panels or strips; blocking constants
 //   lora/       adapters and their own products
 //   moe/        routing, workspace, the phases of forward and backward
 //   kernels/    policies: which microkernel, row operations and types make a kernel

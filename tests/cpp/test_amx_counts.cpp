@@ -10,6 +10,7 @@
 
 #include "amx_sft_moe/amx_sft_moe.hpp"
 #include "emulation.hpp"
+#include "step.hpp"
 #ifdef SFT_TEST_HAS_AMX_EMULATOR
 #include "amx_emulator.hpp"
 #include "tile_asm.hpp"
@@ -246,6 +247,36 @@ TEST_P(AmxCounts, ConfigurationsDoNotDependOnK) {
     EXPECT_EQ(configurations[2], 1U) << "none for the next task of this shape";
   }
   EXPECT_LE(configurations[2], 3 * configurations[0]);
+}
+
+// u = s x A^T of gate and up is one product where they have one A, and the same bits as two.
+TEST(AmxCountsOfAStep, SharedAIsProjectedOnce) {
+  if (!amx_is_emulated()) GTEST_SKIP() << "this CPU executes AMX itself";
+  constexpr Case kCase{"shared", 20, 2, 3, 70, 48, {18, 18, 4}, kDistinct, true};
+  const Problem problem = random_problem(kCase, kPlain, DType::kBf16);
+  Moe<Kernel> moe = make_moe<Kernel>(problem);
+  const auto count_forward = [&](Outputs& out) {
+    amx_emulator::reset_counts();
+    moe.forward_sft(problem.routing(), problem.x(), out.y(), /*save_for_backward=*/false);
+    return amx_emulator::counts().tdpbf16ps;
+  };
+  Outputs shared(problem), separate(problem);
+  const std::uint64_t with_one = count_forward(shared);
+
+  amx_sft_moe::LoraWeights lora = problem.lora();
+  const index_t size = kCase.experts * kCase.ranks.up * kCase.hidden;
+  const bf16* a = lora.up.a[0].visit([](const auto* data) { return reinterpret_cast<const bf16*>(data); });
+  const std::vector<bf16> copy(a, a + size);
+  lora.up.a = {copy.data(), kCase.experts, kCase.ranks.up, kCase.hidden};
+  moe.set_lora(lora);
+  const std::uint64_t with_two = count_forward(separate);
+
+  std::vector<index_t> tokens(kCase.experts, 0);
+  for (const std::int64_t id : problem.batch().ids) ++tokens[static_cast<std::size_t>(id)];
+  std::uint64_t projection = 0;
+  for (const index_t m : tokens) projection += tiles(kCase.ranks.up) * tiles(m) * steps(kCase.hidden);
+  EXPECT_EQ(with_two - with_one, projection);
+  EXPECT_EQ(shared[reference::kY].bits(), separate[reference::kY].bits());
 }
 
 INSTANTIATE_TEST_SUITE_P(Tokens, AmxCounts, testing::Values(1, 4, 8, 16, 17, 32, 48, 128));

@@ -171,6 +171,26 @@ std::vector<BadCall> bad_backwards() {
          c.grads.weights.gate = factor(3, 33, 17);
          c.grad_y = const_floats(9, 17, 17);
        }},
+      {{"grads.lora.gate_b", "memory of its own", "grads.lora.up_a"},
+       [](Call& c) {
+         c.grads.lora.gate_b = {somewhere(), 3, 33, 4};
+         c.grads.lora.up_a = {somewhere() + 395, 3, 5, 17};
+       }},
+      {{"grads.lora.down_b", "memory of its own", "grads.biases.down"},
+       [](Call& c) {
+         c.grads.lora.down_b = {somewhere(), 3, 17, 6};
+         c.grads.biases.down = floats(3, 17, 17);
+       }},
+      {{"grads.lora.down_a", "memory of its own", "grads.x"},
+       [](Call& c) {
+         c.grads.lora.down_a = {somewhere(), 3, 6, 33};
+         c.grads.x = floats(9, 17, 17);
+       }},
+      {{"grads.biases.up", "memory of its own", "grad_y"},
+       [](Call& c) {
+         c.grads.biases.up = floats(3, 33, 33);
+         c.grad_y = const_floats(9, 17, 17);
+       }},
       {{"grads.routing_weights", "not overlap", "(1, 1)"},
        [](Call& c) { c.grads.routing_weights = floats(9, 2, 1); }},
       {{"lora.gate_a", "not overlap", "(67, 17, 1)"}, overlapping(&LoraGradients::gate_a, 4, 17, {67, 17, 1})},
@@ -348,6 +368,36 @@ TEST_F(MisuseOfCalls, GradientOfAWeightWhereAnInputLies) {
                                 {"grads.weights.down", "memory of its own", "weights.down"});
   moe.backward(apart.grad_y(), out.gradients());
   expect_same_bits(step_alone<Kernel>(apart), out);
+}
+
+// A factor given in place of its gradient: other tasks of the same region still read it.
+TEST_F(MisuseOfCalls, GradientWhereAFactorLies) {
+  const auto in_place = [](const amx_sft_moe::AnyConstExpertTensor& factor) {
+    return factor[0].visit([&](const auto* data) {
+      using T = std::remove_cvref_t<decltype(*data)>;
+      return AnyExpertTensor(const_cast<T*>(data), factor.experts(), factor.rows(), factor.cols());
+    });
+  };
+  const amx_sft_moe::LoraWeights lora = problem_.lora();
+  struct Given {
+    const char* name;
+    AnyExpertTensor LoraGradients::*grad;
+    const amx_sft_moe::AnyConstExpertTensor& factor;
+  };
+  for (const Given& given :
+       {Given{"gate.a", &LoraGradients::gate_a, lora.gate.a}, Given{"up.b", &LoraGradients::up_b, lora.up.b},
+        Given{"down.a", &LoraGradients::down_a, lora.down.a}}) {
+    SCOPED_TRACE(given.name);
+    moe_.forward_sft(problem_.routing(), problem_.x(), outputs_.y());
+    Gradients grads = outputs_.gradients();
+    grads.lora.*given.grad = in_place(given.factor);
+    outputs_.poison();
+    expect_refused<ArgumentError>([&] { moe_.backward(problem_.grad_y(), grads); },
+                                  {"grads.lora.", "memory of its own", std::string("lora.") + given.name});
+    expect_nothing_written();
+    moe_.clear();
+    expect_still_usable();
+  }
 }
 
 TEST_F(MisuseOfCalls, GradientOfAnAbsentAdapter) {

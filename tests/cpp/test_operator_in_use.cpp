@@ -93,6 +93,8 @@ TEST_F(OperatorInUse, EveryCallDuringAForwardIsRefused) {
                  EXPECT_THROW(moe.clear(), StateError);
                  EXPECT_THROW(moe.set_lora(other.lora()), StateError);
                  EXPECT_THROW(moe.set_base(other.base<bf16>()), StateError);
+                 EXPECT_THROW(moe.saved_depth(), StateError);
+                 EXPECT_THROW(moe.memory(), StateError);
                });
   EXPECT_EQ(moe.saved_depth(), 1);
   for (const double value : refused[reference::kY].values()) ASSERT_TRUE(std::isnan(value));
@@ -130,6 +132,9 @@ TEST_F(OperatorInUse, WorkspaceInUseIsRefusedAndOwnWorkspaceIsNot) {
   while_inside([&] { moe.forward_sft(problem_.routing(), problem_.x(), got.y()); },
                [&] {
                  EXPECT_THROW(sharing.forward_sft(other.routing(), other.x(), refused.y()), StateError);
+                 EXPECT_THROW(sharing.memory(), StateError);  // whose buffers are growing
+                 sharing.set_lora(other.lora());              // needs no workspace
+                 Moe<Kernel>(other.config(), other.base<bf16>(), other.lora(), workspace);
                  run_step(separate, other, free);
                });
   EXPECT_EQ(sharing.saved_depth(), 0);

@@ -134,6 +134,67 @@ TYPED_TEST(OperatorLayouts, PeftsPermutedFactors) {
                     {.name = "fp32_peft", .factors = DType::kFp32, .lora = LoraLayout::kPeft});
 }
 
+// Rank 0 is legal, whether factors are there or not.
+TYPED_TEST(OperatorLayouts, FactorsOfRankZero) {
+  Case c = kOdd;
+  c.ranks = {0, 0, 0};
+  const Problem problem = random_problem(c, kPlain, kWeightDType<TypeParam>);
+  bf16 nothing{};
+  const auto a = [&](index_t in) { return amx_sft_moe::AnyExpertTensor(&nothing, c.experts, 0, in); };
+  const auto b = [&](index_t out) { return amx_sft_moe::AnyExpertTensor(&nothing, c.experts, out, 0); };
+  const amx_sft_moe::AnyConstExpertTensor read_a(&nothing, c.experts, 0, c.hidden);
+  amx_sft_moe::LoraWeights lora;
+  lora.gate = {read_a, {&nothing, c.experts, c.intermediate, 0}, 2.0F};
+  lora.up = {read_a, {&nothing, c.experts, c.intermediate, 0}, 2.0F};
+  lora.down = {{&nothing, c.experts, 0, c.intermediate}, {&nothing, c.experts, c.hidden, 0}, 2.0F};
+  Moe<TypeParam> moe(problem.config(), problem.base<typename TypeParam::Weight>(), lora);
+  Outputs got(problem);
+  amx_sft_moe::Gradients grads = got.gradients();
+  grads.lora = {a(c.hidden), b(c.intermediate), a(c.hidden), b(c.intermediate), a(c.intermediate), b(c.hidden)};
+  moe.forward_sft(problem.routing(), problem.x(), got.y());
+  moe.backward(problem.grad_y(), grads);
+  expect_same_bits(step_alone<TypeParam>(problem), got);
+}
+
+// Gradients of all factors of an expert one behind the other, as flat buffers of optimisers have them.
+TYPED_TEST(OperatorLayouts, GradientsInOneBufferPerExpert) {
+  const Problem problem = random_problem(kOdd, kPlain, kWeightDType<TypeParam>);
+  const Outputs want = step_alone<TypeParam>(problem);
+  constexpr index_t kE = kOdd.experts;
+  struct Part {
+    reference::Tensor which;
+    amx_sft_moe::AnyExpertTensor amx_sft_moe::LoraGradients::*grad;
+  };
+  using Lora = amx_sft_moe::LoraGradients;
+  const Part parts[] = {{reference::kGateA, &Lora::gate_a}, {reference::kGateB, &Lora::gate_b},
+                        {reference::kUpA, &Lora::up_a},     {reference::kUpB, &Lora::up_b},
+                        {reference::kDownA, &Lora::down_a}, {reference::kDownB, &Lora::down_b}};
+  index_t each = 0;
+  for (const Part& part : parts) each += want[part.which].count() / kE;
+  const Tensor buffer = Tensor::matrix(DType::kBf16, kE, each);
+  Outputs got(problem);
+  amx_sft_moe::Gradients grads = got.gradients();
+  index_t begin = 0;
+  for (const Part& part : parts) {
+    const Extents& e = want[part.which].extents();
+    grads.lora.*part.grad = {buffer.data<bf16>() + begin, kE, e.d1, e.d2, each, e.d2, 1};
+    begin += e.d1 * e.d2;
+  }
+  Moe<TypeParam> moe = make_moe<TypeParam>(problem);
+  moe.forward_sft(problem.routing(), problem.x(), got.y());
+  moe.backward(problem.grad_y(), grads);
+  begin = 0;
+  for (const Part& part : parts) {
+    const std::vector<std::uint32_t> bits = want[part.which].bits();
+    const index_t size = want[part.which].count() / kE;
+    for (index_t n = 0; n < kE * size; ++n) {
+      const bf16 value = buffer.data<bf16>()[n / size * each + begin + n % size];
+      ASSERT_EQ(value.bits, bits[static_cast<std::size_t>(n)]) << begin << " " << n;
+    }
+    begin += size;
+  }
+}
+
 TYPED_TEST(OperatorLayouts, ReadOnlyWeights) {
   for (const WeightLayout layout : {WeightLayout::kStacked, WeightLayout::kFused, WeightLayout::kPerExpert}) {
     const Storage storage{.name = "read_only", .weights = layout};

@@ -172,6 +172,22 @@ TYPED_TEST(OperatorStack, InputsMayBeOverwrittenBeforeTheBackward) {
   expect_same_bits(want, out);
 }
 
+// y is written where x lay, and grad_x where grad_y lay.
+TYPED_TEST(OperatorStack, OutputsMayBeTheInputs) {
+  Problem problem = random_problem(kCase, kPlain, kWeightDType<TypeParam>);
+  const Outputs want = step_alone<TypeParam>(problem);
+  Moe<TypeParam> moe = make_moe<TypeParam>(problem);
+  Outputs out(problem);
+  moe.forward_sft(problem.routing(), problem.x(), problem.x_tensor().matrix_view());
+  EXPECT_EQ(problem.x_tensor().bits(), want[reference::kY].bits());
+  amx_sft_moe::Gradients grads = out.gradients();
+  grads.x = problem.grad_y_tensor().matrix_view();
+  moe.backward(problem.grad_y(), grads);
+  out[reference::kY].store(problem.x_tensor().values());
+  out[reference::kGradX].store(problem.grad_y_tensor().values());
+  expect_same_bits(want, out);
+}
+
 TYPED_TEST(OperatorStack, CallersBuffersGiveTheSameBits) {
   for (const Case& c :
        {kCase, Case{"skipped", 17, 3, 3, 33, 18, {5, 0, 2}, kSkipped},

@@ -42,6 +42,9 @@ std::int64_t sft_test::live_allocations() {
 sft_test::FailingAllocation::FailingAllocation(std::int64_t at) {
   g_fails = g_allocations + at;
 }
+bool sft_test::FailingAllocation::failed() const {
+  return g_allocations > g_fails;
+}
 sft_test::FailingAllocation::~FailingAllocation() {
   g_fails = -1;
 }

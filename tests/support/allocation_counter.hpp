@@ -15,6 +15,7 @@ class FailingAllocation {
  public:
   explicit FailingAllocation(std::int64_t at);
   ~FailingAllocation();
+  bool failed() const;  // whether there has been such an allocation
   FailingAllocation(const FailingAllocation&) = delete;
   FailingAllocation& operator=(const FailingAllocation&) = delete;
 };

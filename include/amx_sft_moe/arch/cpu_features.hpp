@@ -83,8 +83,7 @@ inline CpuFeatures cpu_features() {
 }
 
 // Linux gives tile state to a process on request only (arch_prctl ARCH_REQ_XCOMP_PERM). Asking again is
-// harmless and the answer holds for all threads of the process. Returns 0 or the negative result of the system
-// call's errno form.
+// harmless and the answer holds for all threads of the process. Returns 0, or -1 and sets errno.
 inline long request_amx_permission() {
   constexpr long kRequestPermission = 0x1023;
   constexpr long kTileData = 18;

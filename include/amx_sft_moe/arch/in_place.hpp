@@ -3,6 +3,7 @@
 #pragma once
 
 #include <algorithm>
+#include <cstdint>
 #include <utility>
 
 #include "amx_sft_moe/arch/operands.hpp"
@@ -17,6 +18,13 @@ inline constexpr index_t kFarRows = 16;
 inline constexpr index_t kNearRows = 4;
 inline constexpr index_t kWaitingRows = 6;  // of A, up to which L1 is asked: more have work until L2 delivers
 inline constexpr index_t kNearBytes = 512;
+
+// What may lie behind a row's end, and behind all memory that there is: a number until it is asked for.
+inline const char* bytes_behind(const void* from, index_t bytes) {
+  // NOLINTNEXTLINE(performance-no-int-to-ptr): nothing is read through it
+  return reinterpret_cast<const char*>(reinterpret_cast<std::uintptr_t>(from) +
+                                       static_cast<std::uintptr_t>(bytes));
+}
 
 // C [Rows, cols] += a [Rows, Depth] x rows of B, with rows to be asked for.
 template <std::size_t Rows, std::size_t Depth, class S>

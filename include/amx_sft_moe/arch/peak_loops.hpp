@@ -16,8 +16,20 @@ __attribute__((target("avx"))) inline void clear_upper_halves() {
                          "xmm10", "xmm11", "xmm12", "xmm13", "xmm14", "xmm15");
 }
 
-// 24 independent accumulators: more than latency times rate of any CPU so far. The registers hold zeros.
+// Denormal numbers left in the registers would be slow.
+__attribute__((target("avx512f"))) inline void clear_zmm() {
+  __asm__ volatile(
+      ".irp r,0,1,2,3,4,5,6,7,8,9,10,11,12,13,14,15,16,17,18,19,20,21,22,23,30,31\n\t"
+      "vpxord %%zmm\\r, %%zmm\\r, %%zmm\\r\n\t"
+      ".endr" ::
+          : "xmm0", "xmm1", "xmm2", "xmm3", "xmm4", "xmm5", "xmm6", "xmm7", "xmm8", "xmm9", "xmm10", "xmm11",
+            "xmm12", "xmm13", "xmm14", "xmm15", "xmm16", "xmm17", "xmm18", "xmm19", "xmm20", "xmm21", "xmm22",
+            "xmm23", "xmm30", "xmm31");
+}
+
+// 24 independent accumulators: more than latency times rate of any CPU so far.
 __attribute__((target("avx512f,avx512bf16"))) inline void dpbf16_loop(index_t rounds) {
+  clear_zmm();
   for (index_t i = 0; i < rounds; ++i) {
     __asm__ volatile(
         ".irp r,0,1,2,3,4,5,6,7,8,9,10,11,12,13,14,15,16,17,18,19,20,21,22,23\n\t"
@@ -31,6 +43,7 @@ __attribute__((target("avx512f,avx512bf16"))) inline void dpbf16_loop(index_t ro
 }
 
 __attribute__((target("avx512f"))) inline void fma512_loop(index_t rounds) {
+  clear_zmm();
   for (index_t i = 0; i < rounds; ++i) {
     __asm__ volatile(
         ".irp r,0,1,2,3,4,5,6,7,8,9,10,11,12,13,14,15,16,17,18,19,20,21,22,23\n\t"
@@ -43,8 +56,7 @@ __attribute__((target("avx512f"))) inline void fma512_loop(index_t rounds) {
   clear_upper_halves();
 }
 
-// As many as the 16 registers of VEX and SSE encodings allow. They are set to zero: denormal numbers left in
-// them would be slow.
+// As many as the 16 registers of VEX and SSE encodings allow.
 __attribute__((target("avx2,fma"))) inline void fma256_loop(index_t rounds) {
   __asm__ volatile("vzeroall" ::
                        : "xmm0", "xmm1", "xmm2", "xmm3", "xmm4", "xmm5", "xmm6", "xmm7", "xmm8", "xmm9",

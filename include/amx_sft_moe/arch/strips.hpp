@@ -59,6 +59,7 @@ class PacedPrefetch {
   template <int Locality>
   AMX_SFT_MOE_INLINE void ask(std::uintptr_t& address) {
     for (index_t byte = 0; byte < ahead_.row_bytes; byte += 64) {
+      // NOLINTNEXTLINE(performance-no-int-to-ptr): nothing is read through it
       __builtin_prefetch(reinterpret_cast<const char*>(address) + byte, 0, Locality);
     }
     address += static_cast<std::uintptr_t>(ahead_.stride);

@@ -61,4 +61,13 @@ constexpr index_t round_up(index_t a, index_t b) {
   return ceil_div(a, b) * b;
 }
 
+// Elements from row to row of the library's own matrices: whole cache lines, and no multiple of 1 KiB, which would have
+// neighbouring rows compete for a quarter of L1's sets, or at 4 KiB for one.
+template <class T>
+constexpr index_t spread_row_stride(index_t cols) {
+  constexpr index_t kLine = 64 / static_cast<index_t>(sizeof(T));
+  const index_t stride = round_up(cols, kLine);
+  return stride % (16 * kLine) == 0 ? stride + kLine : stride;
+}
+
 AMX_SFT_MOE_NAMESPACE_END

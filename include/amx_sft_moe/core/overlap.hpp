@@ -7,6 +7,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <numeric>
+#include <utility>
 
 #include "amx_sft_moe/core/element.hpp"
 
@@ -123,6 +124,19 @@ inline bool take_turns(const Footprint& a, const Footprint& b) {
   return true;
 }
 
+// Of b's slices those, [first, last), that may meet a's range: an expert's matrix in a buffer of all its factors lies
+// among many slices of the others, and all pairs of them would be many.
+inline std::pair<index_t, index_t> slices_met(const Footprint& a, const Footprint& b) {
+  const index_t count = b.dims[0].count;
+  const index_t stride = b.dims[0].stride;
+  if (stride == 0) return {0, count};
+  const auto distance = [](std::uintptr_t from, std::uintptr_t to) { return static_cast<index_t>(to - from); };
+  const Footprint slice = b.slice(0);
+  const index_t first = distance(slice.end(), a.begin) / stride;
+  const index_t last = distance(b.begin, a.end()) / stride + 1;
+  return {std::clamp<index_t>(first, 0, count), std::clamp<index_t>(last, 0, count)};
+}
+
 }  // namespace overlap
 
 // Whether two tensors share a byte. Exact where their ranges do not meet, where they have the same strides, and
@@ -133,8 +147,8 @@ inline bool memory_overlaps(const Footprint& a, const Footprint& b) {
   if (a.dims[0].count == 1 && b.dims[0].count == 1) return true;
   for (index_t i = 0; i < a.dims[0].count; ++i) {
     const Footprint of_a = a.slice(i);
-    if (!overlap::ranges_meet(of_a, b)) continue;
-    for (index_t j = 0; j < b.dims[0].count; ++j) {
+    const auto [first, last] = overlap::slices_met(of_a, b);
+    for (index_t j = first; j < last; ++j) {
       const Footprint of_b = b.slice(j);
       if (overlap::ranges_meet(of_a, of_b) && !overlap::take_turns(of_a, of_b)) return true;
     }

@@ -1,5 +1,5 @@
-// Undefines every helper macro of core/config_macros.hpp and profile/backward_timer.hpp. No include guard on
-// purpose: it is the counterpart of a definition, included once at the end of the umbrella header.
+// Undefines every helper macro of core/config_macros.hpp and profile/backward_timer.hpp; the version's stay. No include
+// guard on purpose: it is the counterpart of a definition, included at the end of each header that users include.
 #undef AMX_SFT_MOE_NAMESPACE_BEGIN
 #undef AMX_SFT_MOE_NAMESPACE_END
 #undef AMX_SFT_MOE_ABI

@@ -16,7 +16,7 @@ struct Blocking {
   // does not say (virtual machines): the smallest L2 of a server CPU with AVX512-BF16.
   index_t panel_bytes = index_t{1} << 19;
 
-  // gemm_nt: rows of a weight per task. A multiple of the kernel's blocks (strips: 64; tiles: 48, 32, 96): no tail
+  // gemm_nt: rows of a weight per task. A multiple of the kernel's blocks (strips: 64; AMX tiles: 32 and 96): no tail
   // but the last. Small, so that few experts still make enough tasks.
   template <class Kernel>
   static constexpr index_t kOutRows = MultipliesStrips<Kernel> ? 128 : 96;

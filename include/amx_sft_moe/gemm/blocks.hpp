@@ -1,4 +1,4 @@
-// The loop nest that all three GEMM forms share, on one thread:
+// The loop nest that all three GEMM forms of kernels of tiles share, on one thread:
 //
 //   for each class of the kernel's block plan                  (at most four, one block shape each)
 //     for each group of rows                                   stage what of A cannot be used where it lies
@@ -84,11 +84,9 @@ class RowGroup {
   }
 
  private:
-  // Rows that lie 4 KiB apart would compete for the same sets of L1: a line more between them.
   static constexpr index_t staged_stride(index_t padded) {
-    constexpr index_t kLine = 64 / static_cast<index_t>(sizeof(E));
     if constexpr (requires { Micro::kDenseRows; }) return padded;
-    return padded % (16 * kLine) == 0 ? padded + kLine : padded;
+    return spread_row_stride<E>(padded);
   }
 
   Scratch& scratch_;

@@ -6,7 +6,7 @@
 //
 // Sums of products (LoRA beside base, gate beside up) are several terms of one call and round once.
 //
-// Kernels of tiles (AMX, oneDNN, portable) go through gemm/blocks.hpp, kernels of strips through gemm/strips.hpp.
+// Kernels of tiles (AMX, oneDNN) go through gemm/blocks.hpp, kernels of strips through gemm/strips.hpp.
 #pragma once
 
 #include <algorithm>
@@ -166,11 +166,12 @@ struct Factor {
   const float* weights = nullptr;
 };
 
-// C [rows, cols] = sum over the factors of factor^T x B.
+// C [rows, cols] = sum over the factors of factor^T x B. No rows, such as those of a factor of rank 0: nothing.
 template <class Kernel, std::size_t Factors, class Epilogue>
 void gemm_tn(ThreadContext<Kernel>& thread, index_t rows, const std::array<Factor, Factors>& factors,
              const TokenRows<Kernel>& b, Epilogue&& epilogue) {
   using E = typename Kernel::Compute;
+  if (rows == 0) return;
   const index_t padded = round_up(b.tokens, b.k_tile);
   E* free = thread.scratch.a_transposed.template as<E>(padded * rows * static_cast<index_t>(Factors));
   std::array<arch::RowSource<E>, Factors> transposed;

@@ -23,13 +23,11 @@ constexpr index_t padded_k(index_t k) {
   return round_up(k, Kernel::Microkernel::kKUnit);
 }
 
-// Elements that one token takes in an operand of K = k. Rows 4 KiB apart would compete for the same sets of L1.
+// Elements that one token takes in an operand of K = k.
 template <class Kernel>
 constexpr index_t token_stride(index_t k) {
   if constexpr (MultipliesStrips<Kernel>) {
-    constexpr index_t kLine = 64 / static_cast<index_t>(sizeof(typename Kernel::Compute));
-    const index_t stride = round_up(k, kLine);
-    return stride % (16 * kLine) == 0 ? stride + kLine : stride;
+    return spread_row_stride<typename Kernel::Compute>(k);
   } else {
     return padded_k<Kernel>(k);
   }

@@ -6,6 +6,7 @@
 #include "amx_sft_moe/core/config_macros.hpp"
 // The rest in the order of the layers.
 #include <algorithm>
+#include <atomic>
 #include <chrono>
 #include <functional>
 #include <string_view>
@@ -13,6 +14,7 @@
 #include "amx_sft_moe/arch/cpu_features.hpp"
 #include "amx_sft_moe/arch/peak_loops.hpp"
 #include "amx_sft_moe/core/aligned_buffer.hpp"
+#include "amx_sft_moe/core/errors.hpp"
 #include "amx_sft_moe/kernels/amx_bf16.hpp"
 #include "amx_sft_moe/parallel/tasks.hpp"
 
@@ -54,32 +56,41 @@ inline double peak_of(int threads, double flop_per_round, const std::function<vo
   return best;
 }
 
+// Parts that threads read, and floats of which each reads a multiple.
+constexpr index_t kPartsPerThread = 16;
+constexpr index_t kPartFloats = 64;
+constexpr index_t least_bytes(int threads) {
+  return threads * kPartsPerThread * kPartFloats * 4;
+}
+
 inline double bandwidth_of(int threads, index_t bytes) {
-  const index_t count = bytes / 4;
+  const index_t parts = threads * kPartsPerThread;
+  const index_t per_part = bytes / 4 / parts / kPartFloats * kPartFloats;
+  const index_t count = per_part * parts;
   const AlignedBuffer<float> data(count);
   std::fill_n(data.data(), count, 0.0F);
-  const index_t parts = threads * 16;
   double best = 0;
-  volatile float sink = 0;
+  std::atomic<float> sink{0};  // for compilers: what is read is used
   for (int repeat = 0; repeat < 5; ++repeat) {
     const double seconds = seconds_of([&] {
       parallel::run_tasks(threads, parts, [&](int) {
         return [&](index_t part) {
-          const index_t size = count / parts / 64 * 64;
-          sink = arch::peak::read_all(data.data() + part * size, size);
+          sink.store(arch::peak::read_all(data.data() + part * per_part, per_part), std::memory_order_relaxed);
         };
       });
     });
     best = std::max(best, static_cast<double>(count) * 4 / seconds * 1e-9);
   }
-  (void)sink;
   return best;
 }
 
 }  // namespace probe
 
-// Some seconds. Bandwidth is that of reading `bandwidth_bytes` once, far more than caches hold.
+// Some seconds. Bandwidth is that of reading `bandwidth_bytes` once, far more than caches hold. Throws ArgumentError for
+// less than one thread, or less than 4 KiB of them for each.
 inline Machine measure_machine(int threads, index_t bandwidth_bytes = index_t{1} << 30) {
+  require_at_least("threads", 1, threads);
+  require_at_least("bandwidth_bytes", probe::least_bytes(threads), bandwidth_bytes);
   Machine machine;
   const auto cpu = arch::cpu_features();
   if (cpu.avx512_bf16) machine.dpbf16 = probe::peak_of(threads, 24 * 64, arch::peak::dpbf16_loop);

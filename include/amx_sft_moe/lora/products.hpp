@@ -10,19 +10,21 @@
 AMX_SFT_MOE_NAMESPACE_BEGIN
 namespace lora {
 
-// Where u = s x A^T goes: an operand of the forward's second term, and rows for backward (rows.data null: not
+// Where u = scaling x A^T goes: an operand of the forward's second term, and rows for backward (rows.data null: not
 // saved).
 template <class Kernel>
 struct ProjectionTarget {
+  float scaling;
   gemm::Panels<typename Kernel::Compute> operand;  // [tokens, r]
   MatrixView<typename Kernel::Stored> rows;        // [tokens, r]
 };
 
-// u = scaling x A^T: x an operand [tokens, k], A = lora_a [r, k]. gemm_nt, see there for all_tokens
+// u = scaling x A^T for one target, or for the two that share A: x an operand [tokens, k], A = lora_a [r, k]. gemm_nt,
+// see there for all_tokens
 template <class Kernel>
-void project(gemm::ThreadContext<Kernel>& thread, const AnyConstMatrix& lora_a, float scaling, index_t tokens,
+void project(gemm::ThreadContext<Kernel>& thread, const AnyConstMatrix& lora_a, index_t tokens,
              index_t all_tokens, const gemm::Panels<const typename Kernel::Compute>& x,
-             const ProjectionTarget<Kernel>& to) {
+             std::span<const ProjectionTarget<Kernel>> targets) {
   using E = typename Kernel::Compute;
   const index_t rank = lora_a.rows();
   const std::array<gemm::Term<E>, 1> terms{{{gemm::AnyRows(lora_a), lora_a.cols(), x}}};
@@ -30,9 +32,11 @@ void project(gemm::ThreadContext<Kernel>& thread, const AnyConstMatrix& lora_a, 
   gemm::gemm_nt<Kernel>(
       thread, rank, tokens, all_tokens, outputs, [&](const std::array<gemm::TokenBlock, 1>& blocks) {
         const gemm::TokenBlock& u = blocks[0];
-        gemm::append_operand<Kernel>(u, scaling, to.operand.from_column(u.token), u.out, rank);
-        if (to.rows.data == nullptr) return;
-        gemm::store_tokens<Kernel>(u, to.rows.row(u.token) + u.out, to.rows.row_stride, scaling, nullptr);
+        for (const ProjectionTarget<Kernel>& to : targets) {
+          gemm::append_operand<Kernel>(u, to.scaling, to.operand.from_column(u.token), u.out, rank);
+          if (to.rows.data == nullptr) continue;
+          gemm::store_tokens<Kernel>(u, to.rows.row(u.token) + u.out, to.rows.row_stride, to.scaling, nullptr);
+        }
       });
 }
 

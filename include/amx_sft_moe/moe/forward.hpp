@@ -36,15 +36,21 @@ void forward_gather(Step<Kernel>& step, const AnyConstMatrix& x) {
     });
     if (step.lora.gate.rank() + step.lora.up.rank() == 0) return;
     worker.time(Phase::kLoraAForward, [&] {
-      auto project = [&](const LoraAdapter& adapter, E* buffer,
-                         const MatrixView<typename Kernel::Stored>& saved) {
-        if (adapter.rank() == 0) return;
-        lora::project<Kernel>(
-            worker.gemm, adapter.a[expert.expert], adapter.scaling, task.rows, expert.rows, read_only(packed),
-            {operand_of<Kernel>(buffer, adapter.rank(), expert, task.row), rows_of(saved, expert, task.row)});
+      const auto target = [&](const LoraAdapter& adapter, E* buffer, const auto& saved) {
+        return lora::ProjectionTarget<Kernel>{adapter.scaling,
+                                              operand_of<Kernel>(buffer, adapter.rank(), expert, task.row),
+                                              rows_of(saved, expert, task.row)};
       };
-      project(step.lora.gate, u_gate, step.saved.u_gate);
-      project(step.lora.up, u_up, step.saved.u_up);
+      const std::array<lora::ProjectionTarget<Kernel>, 2> targets{
+          target(step.lora.gate, u_gate, step.saved.u_gate), target(step.lora.up, u_up, step.saved.u_up)};
+      const auto project = [&](const LoraAdapter& adapter, std::size_t first, std::size_t count) {
+        if (adapter.rank() == 0) return;
+        lora::project<Kernel>(worker.gemm, adapter.a[expert.expert], task.rows, expert.rows, read_only(packed),
+                              std::span(targets).subspan(first, count));
+      };
+      if (step.lora.gate_up_share_a()) return project(step.lora.gate, 0, 2);
+      project(step.lora.gate, 0, 1);
+      project(step.lora.up, 1, 1);
     });
   });
 }
@@ -132,10 +138,10 @@ void forward_gate_up(Step<Kernel>& step) {
     });
     if (!unfinished[task.group].finish() || lora.down.rank() == 0) return;
     worker.time(Phase::kLoraADownForward, [&] {
-      lora::project<Kernel>(worker.gemm, lora.down.a[e], lora.down.scaling, task.rows, expert.rows,
-                            read_only(h),
-                            {operand_of<Kernel>(u_down, lora.down.rank(), expert, task.row),
-                             rows_of(step.saved.u_down, expert, task.row)});
+      const std::array<lora::ProjectionTarget<Kernel>, 1> target{
+          {{lora.down.scaling, operand_of<Kernel>(u_down, lora.down.rank(), expert, task.row),
+            rows_of(step.saved.u_down, expert, task.row)}}};
+      lora::project<Kernel>(worker.gemm, lora.down.a[e], task.rows, expert.rows, read_only(h), target);
     });
   });
 }

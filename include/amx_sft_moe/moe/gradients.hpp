@@ -21,7 +21,9 @@ struct WeightGradients {
   bool wanted() const { return !gate.empty() || !up.empty() || !down.empty(); }
 };
 
-// Empty views are not wanted and not computed where that saves work.
+// Empty views are not wanted and not computed where that saves work. Those of parameters have memory of their own: not
+// that of a parameter, an input or another gradient. A pass that memory does not suffice for (std::bad_alloc) may have
+// written part of them: before it is tried again with `accumulate`, they have to be what they were.
 struct Gradients {
   AnyMatrix x;                // grad_x [T, H], bf16 or fp32; overwritten
   AnyMatrix routing_weights;  // grad_w [T, k], fp32 or bf16; overwritten
@@ -29,8 +31,7 @@ struct Gradients {
   bool accumulate = false;  // parameter gradients: add to what is there instead of overwriting
   float scale = 1.0F;       // parameter gradients: multiplied into this call's contribution
   BiasGradients biases = {};
-  WeightGradients weights =
-      {};  // memory of their own: not that of the weights, of an input or another gradient
+  WeightGradients weights = {};
 };
 
 AMX_SFT_MOE_NAMESPACE_END

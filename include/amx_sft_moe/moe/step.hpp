@@ -16,15 +16,6 @@ AMX_SFT_MOE_NAMESPACE_BEGIN
 
 namespace moe {
 
-// A row stride for the operator's own matrices that keeps neighbouring rows out of each other's L1 sets: rows 4
-// KiB apart would all compete for one.
-template <class T>
-constexpr index_t own_row_stride(index_t cols) {
-  constexpr index_t kLine = 64 / static_cast<index_t>(sizeof(T));
-  const index_t stride = round_up(cols, kLine);
-  return stride % (16 * kLine) == 0 ? stride + kLine : stride;
-}
-
 template <class Kernel>
 struct Step {
   using Weight = typename Kernel::Weight;
@@ -124,7 +115,7 @@ MatrixView<T> rows_of(const MatrixView<T>& all, const ExpertRows& expert, index_
 // A matrix of the workspace over the routed rows.
 template <class T>
 MatrixView<T> row_matrix(gemm::Buffer& buffer, index_t rows, index_t cols) {
-  const index_t stride = own_row_stride<T>(cols);
+  const index_t stride = spread_row_stride<T>(cols);
   return {buffer.as<T>(rows * stride), rows, cols, stride};
 }
 

@@ -46,7 +46,7 @@ MatrixView<typename Kernel::Stored> activation_columns(Step<Kernel>& step, Worke
   using Stored = typename Kernel::Stored;
   const MatrixView<Stored> gate = rows_of(step.saved.gate, expert, row);
   const MatrixView<Stored> up = rows_of(step.saved.up, expert, row);
-  MatrixView<Stored> h{nullptr, rows, cols, own_row_stride<Stored>(cols)};
+  MatrixView<Stored> h{nullptr, rows, cols, spread_row_stride<Stored>(cols)};
   h.data = worker.gemm.scratch.rows.template as<Stored>(rows * h.row_stride);
   std::visit(
       [&](const auto& activation) {
@@ -67,7 +67,7 @@ void weight_gradient(Worker<Kernel>& worker, const Task& task, const gemm::Facto
   const index_t tokens = task.expert->rows;
   const bool in_chunks = tokens > kChunk;
   AnyMatrix sums;
-  const index_t stride = own_row_stride<float>(task.cols);
+  const index_t stride = spread_row_stride<float>(task.cols);
   float* sum = nullptr;
   if (in_chunks) {
     sum = worker.gemm.scratch.sums.template as<float>(task.rows * stride);

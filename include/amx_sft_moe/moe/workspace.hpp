@@ -1,8 +1,9 @@
 // All memory of a step that nobody needs after it: named buffers with shapes. One workspace may serve many
-// layers that run one after another (operator/config.hpp); it grows to the largest and stays.
+// layers that run one after another; it grows to the largest and stays.
 #pragma once
 
 #include <atomic>
+#include <exception>
 #include <memory>
 #include <vector>
 
@@ -56,11 +57,14 @@ struct Workspace {
     if (scratch.size() < static_cast<std::size_t>(threads)) scratch.resize(static_cast<std::size_t>(threads));
   }
   // Which thread met the largest tasks is chance: after a step every thread has room for what any of them
-  // needed, so that the next step of this kind allocates nothing.
-  void level_threads() {
+  // needed, so that the next step of this kind allocates nothing. Where memory does not suffice for that, it allocates.
+  void level_threads() noexcept {
     if (scratch.empty()) return;
-    for (const gemm::Scratch& thread : scratch) scratch.front().grow_to(thread);
-    for (gemm::Scratch& thread : scratch) thread.grow_to(scratch.front());
+    try {
+      for (const gemm::Scratch& thread : scratch) scratch.front().grow_to(thread);
+      for (gemm::Scratch& thread : scratch) thread.grow_to(scratch.front());
+    } catch (const std::exception&) {  // the step has succeeded
+    }
   }
   parallel::Countdown* reserve_countdowns(index_t count) {
     if (count > countdown_capacity) {
@@ -71,7 +75,8 @@ struct Workspace {
   }
 
   index_t bytes() const {
-    index_t total = routing.bytes() + static_cast<index_t>(tasks.capacity() * sizeof(moe::Task));
+    index_t total = routing.bytes() + static_cast<index_t>(tasks.capacity() * sizeof(moe::Task)) +
+                    countdown_capacity * static_cast<index_t>(sizeof(parallel::Countdown));
     for (const gemm::Buffer* buffer :
          {&x_operand, &u_gate_operand, &u_up_operand, &h_operand, &u_down_operand, &out_rows, &p_rows, &v_down,
           &grad_h, &grad_gate, &grad_up, &v_gate, &v_up, &row_weight_grad}) {

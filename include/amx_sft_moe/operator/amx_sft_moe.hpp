@@ -5,7 +5,8 @@
 //     moe.backward(grad_y, grads);               // grad_x, routing weights, LoRA factors, biases, base weights
 //
 // Threading: an object serves one caller at a time (a second one gets a StateError); different objects are
-// independent unless they share a workspace. Inside, OpenMP threads. Errors: ArgumentError, StateError,
+// independent unless they share a workspace, which is in use during passes and memory(). What config(), lora(),
+// label() and last_*() return is to be read between calls. Inside, OpenMP threads. Errors: ArgumentError, StateError,
 // KernelError, std::bad_alloc; the object stays usable and a refused call changes nothing. Results depend on
 // inputs and kernel only: the same bits for every number of threads.
 #pragma once
@@ -14,6 +15,7 @@
 #include <utility>
 
 #include "amx_sft_moe/moe/backward.hpp"
+#include "amx_sft_moe/operator/in_use.hpp"
 #include "amx_sft_moe/operator/saved_stack.hpp"
 #include "amx_sft_moe/operator/step_shape.hpp"
 #include "amx_sft_moe/operator/validate.hpp"
@@ -52,43 +54,45 @@ class AMX_SFT_MOE {
   }
 
   void set_base(const BaseWeights<Weight>& weights) {
-    const InUse guard(*this);
+    const InUse own = own_use();
     validate::base_weights(weights, config_);
     weights_ = weights;
   }
 
   // Factors are read anew in each call: after an optimiser's step there is nothing to do.
   void set_lora(const LoraWeights& lora) {
-    const InUse guard(*this);
+    const InUse own = own_use();
     validate::lora_weights(lora, config_);
     lora_ = lora;
   }
 
-  // y [T, H] = the experts' output. With save_for_backward, what backward needs is pushed on the operator's
-  // stack.
+  // y [T, H] = the experts' output; y may be x itself. With save_for_backward, what backward needs is pushed on the
+  // operator's stack.
   void forward_sft(const Routing& routing, const AnyConstMatrix& x, const AnyMatrix& y,
                    bool save_for_backward = true) {
-    const InUse guard(*this);
+    const InUse own = own_use(), shared = workspace_use();
     check_forward(routing, x, y);
     if (!save_for_backward) return run_forward(routing, x, y, {});
     SavedForward<Stored>& entry = stack_.next();
     entry.reserve(routing, config_, lora_);
+    entry.template keep_inputs<typename Kernel::Rows>(routing, x);  // y may be written over x
     run_forward(routing, x, y, entry.activations());
-    entry.template keep_inputs<typename Kernel::Rows>(routing, x);
     stack_.push();
   }
 
-  // The same with the caller's buffers, of T k rows (or as many as are routed). Nothing is pushed.
+  // The same with the caller's buffers, of T k rows (or as many as are routed). Nothing is pushed; x, which backward
+  // needs too, is the caller's to keep.
   void forward_sft(const Routing& routing, const AnyConstMatrix& x, const AnyMatrix& y,
                    const SavedActivations<Stored>& saved) {
-    const InUse guard(*this);
+    const InUse own = own_use(), shared = workspace_use();
     check_forward(routing, x, y);
     run_forward(routing, x, y, saved, /*check_saved=*/true);
   }
 
-  // Gradients of the last forward that waits on the stack. Its entry is popped when the call succeeds.
+  // Gradients of the last forward that waits on the stack. Its entry is popped when the call succeeds. grads.x may be
+  // grad_y itself, or x; gradients of parameters have memory of their own.
   void backward(const AnyConstMatrix& grad_y, const Gradients& grads) {
-    const InUse guard(*this);
+    const InUse own = own_use(), shared = workspace_use();
     const SavedForward<Stored>& entry = stack_.top();
     run_backward(entry.routing(), entry.x(), entry.activations(), grad_y, grads);
     stack_.pop();
@@ -97,7 +101,7 @@ class AMX_SFT_MOE {
   // The same for a forward whose inputs and activations the caller kept.
   void backward(const Routing& routing, const AnyConstMatrix& x, const SavedActivations<Stored>& saved,
                 const AnyConstMatrix& grad_y, const Gradients& grads) {
-    const InUse guard(*this);
+    const InUse own = own_use(), shared = workspace_use();
     validate::routing(routing, config_);
     validate::matrix("x", x, routing.tokens, config_.hidden_size, true);
     run_backward(routing, x, saved, grad_y, grads);
@@ -105,10 +109,13 @@ class AMX_SFT_MOE {
 
   // Forgets all forwards that wait for their backward.
   void clear() {
-    const InUse guard(*this);
+    const InUse own = own_use();
     stack_.clear();
   }
-  index_t saved_depth() const { return stack_.size(); }
+  index_t saved_depth() const {
+    const InUse own = own_use();
+    return stack_.size();
+  }
 
   const Config& config() const { return config_; }
   const LoraWeights& lora() const { return lora_; }
@@ -117,43 +124,33 @@ class AMX_SFT_MOE {
   // What dumps of this operator's records say about it; the name is the configuration's own.
   StepLabel label(StepKind kind) const { return {kind, config_.name, Kernel::kName, number_}; }
   // The last step as users of published profiles know it (profile/dump.hpp; json_dump.hpp, trace_dump.hpp).
-  std::string backward_text() const { return text_dump(backward_record_, label(StepKind::kBackward)); }
+  std::string backward_text() const {
+    const InUse own = own_use();
+    return text_dump(backward_record_, label(StepKind::kBackward));
+  }
   // Told while a pass runs where it is; null: nobody. It must outlive its use.
   void set_observer(StepObserver* observer) {
-    const InUse guard(*this);
+    const InUse own = own_use();
     observer_ = observer;
   }
   // Of the layer, in dumps from now on.
   void set_name(std::string name) {
-    const InUse guard(*this);
+    const InUse own = own_use();
     config_.name = std::move(name);
   }
-  MemoryReport memory() const { return {workspace_->bytes(), stack_.bytes()}; }
+  MemoryReport memory() const {
+    const InUse own = own_use(), shared = workspace_use();
+    return {workspace_->bytes(), stack_.bytes()};
+  }
 
  private:
-  // Marks the operator and its workspace as in use by the calling thread.
-  class InUse {
-   public:
-    explicit InUse(AMX_SFT_MOE& moe) : moe_(moe) {
-      if (moe_.in_use_.exchange(true, std::memory_order_acquire)) {
-        throw StateError("operator: expected one caller at a time, got a call while another thread is in it");
-      }
-      if (moe_.workspace_->in_use.exchange(true, std::memory_order_acquire)) {
-        moe_.in_use_.store(false, std::memory_order_release);
-        throw StateError(
-            "workspace: expected one caller at a time, got a call while another layer is using it");
-      }
-    }
-    InUse(const InUse&) = delete;
-    InUse& operator=(const InUse&) = delete;
-    ~InUse() {
-      moe_.workspace_->in_use.store(false, std::memory_order_release);
-      moe_.in_use_.store(false, std::memory_order_release);
-    }
-
-   private:
-    AMX_SFT_MOE& moe_;
-  };
+  InUse own_use() const {
+    return {in_use_, "operator: expected one caller at a time, got a call while another thread is in it"};
+  }
+  InUse workspace_use() const {
+    return {workspace_->in_use,
+            "workspace: expected one caller at a time, got a call while another layer is using it"};
+  }
 
   void check_forward(const Routing& routing, const AnyConstMatrix& x, const AnyMatrix& y) const {
     validate::routing(routing, config_);
@@ -213,7 +210,7 @@ class AMX_SFT_MOE {
     route(routing);
     const index_t rows_routed = workspace_->routing.routed_rows();
     validate::saved_activations(saved, rows_routed, config_, lora_);
-    validate::weight_gradients_apart(grads, config_, weights_, lora_, routing, x, saved, grad_y);
+    validate::gradients_apart(grads, config_, weights_, lora_, routing, x, saved, grad_y);
     {
       StepTimer timer(backward_record_, routing.tokens, rows_routed, begin_ns, Phase::kD1Scatter, observer_);
       auto step = begin_step(routing, saved, timer);
@@ -241,7 +238,7 @@ class AMX_SFT_MOE {
   TimerOutput timer_output_;
   StepObserver* observer_ = nullptr;
   std::int64_t number_ = next_operator_number();
-  std::atomic<bool> in_use_{false};
+  mutable std::atomic<bool> in_use_{false};
 };
 
 AMX_SFT_MOE_NAMESPACE_END

@@ -71,6 +71,7 @@ void expert_tensor(std::string_view name, const BasicAnyExpertTensor<Const>& ten
 
 inline void adapter(std::string_view name, const LoraAdapter& adapter, index_t experts, index_t in,
                     index_t out) {
+  require_at_least({name, ".a.rows"}, 0, adapter.rank());
   if (adapter.rank() == 0) {
     if (adapter.b.empty() || adapter.b.cols() == 0) return;
     if (!adapter.a.empty()) require_equal({name, ".b.cols"}, index_t{0}, adapter.b.cols());

@@ -1,6 +1,6 @@
-// Gradients of base weights have memory of their own: writing one must not change what the pass still reads, nor
-// another gradient. Tensors as large as the weights themselves are easily given twice, such as the weight in place
-// of its gradient.
+// Gradients of parameters have memory of their own: writing one must not change what the pass still reads, nor
+// another gradient. A parameter is easily given in place of its gradient, or one tensor for two of them; tasks of
+// several threads would write it. grads.x is the last to be written and may be memory of grad_y or x.
 #pragma once
 
 #include "amx_sft_moe/core/overlap.hpp"
@@ -41,20 +41,37 @@ Footprint footprint(const ExpertMatrices<const T>& weights, index_t experts) {
           {Extent{experts, weights.expert_stride}, {weights.rows, weights.row_stride}, {weights.cols, 1}}};
 }
 
-// The wanted gradients of base weights, and the checks of one of them against everything else.
-class WeightGradientMemory {
+struct NamedMemory {
+  std::string_view name;
+  Footprint memory;
+};
+
+// The wanted gradients of parameters, and the check of all of them against something else.
+class GradientMemory {
  public:
-  explicit WeightGradientMemory(const WeightGradients& grads)
-      : own_{{{"grads.weights.gate", footprint(grads.gate)},
-              {"grads.weights.up", footprint(grads.up)},
-              {"grads.weights.down", footprint(grads.down)}}} {
-    for (std::size_t i = 0; i < own_.size(); ++i) {
-      for (std::size_t j = i + 1; j < own_.size(); ++j) expect_apart(own_[j], own_[i].name, own_[i].memory);
-    }
+  explicit GradientMemory(const Gradients& grads) {
+    add("grads.lora.gate_a", grads.lora.gate_a);
+    add("grads.lora.gate_b", grads.lora.gate_b);
+    add("grads.lora.up_a", grads.lora.up_a);
+    add("grads.lora.up_b", grads.lora.up_b);
+    add("grads.lora.down_a", grads.lora.down_a);
+    add("grads.lora.down_b", grads.lora.down_b);
+    add("grads.biases.gate", grads.biases.gate);
+    add("grads.biases.up", grads.biases.up);
+    add("grads.biases.down", grads.biases.down);
+    add("grads.weights.gate", grads.weights.gate);
+    add("grads.weights.up", grads.weights.up);
+    add("grads.weights.down", grads.weights.down);
   }
 
+  bool empty() const { return count_ == 0; }
+
   void expect_apart_from(std::string_view name, const Footprint& other) const {
-    for (const Named& own : own_) expect_apart(own, name, other);
+    for (std::size_t i = 0; i < count_; ++i) {
+      if (!memory_overlaps(own_[i].memory, other)) continue;
+      throw ArgumentError(
+          concat(own_[i].name, ": expected memory of its own, got memory that ", name, " has too"));
+    }
   }
   template <class T>
   void expect_apart_from(std::string_view name, const ExpertMatrices<const T>& weights, index_t experts) const {
@@ -63,26 +80,25 @@ class WeightGradientMemory {
   }
 
  private:
-  struct Named {
-    std::string_view name;
-    Footprint memory;
-  };
-
-  static void expect_apart(const Named& own, std::string_view name, const Footprint& other) {
-    if (!memory_overlaps(own.memory, other)) return;
-    throw ArgumentError(concat(own.name, ": expected memory of its own, got memory that ", name, " has too"));
+  template <class View>
+  void add(std::string_view name, const View& grad) {
+    const Footprint memory = footprint(grad);
+    if (memory.element == 0) return;
+    expect_apart_from(name, memory);
+    own_[count_++] = {name, memory};
   }
 
-  std::array<Named, 3> own_;
+  std::array<NamedMemory, 12> own_;
+  std::size_t count_ = 0;
 };
 
 // Everything that a backward reads from its caller or writes for it, but for expert ids.
 template <class Weight, class Stored>
-void weight_gradients_apart(const Gradients& grads, const Config& config, const BaseWeights<Weight>& weights,
-                            const LoraWeights& lora, const Routing& routing, const AnyConstMatrix& x,
-                            const SavedActivations<Stored>& saved, const AnyConstMatrix& grad_y) {
-  if (!grads.weights.wanted()) return;
-  const WeightGradientMemory memory(grads.weights);
+void gradients_apart(const Gradients& grads, const Config& config, const BaseWeights<Weight>& weights,
+                     const LoraWeights& lora, const Routing& routing, const AnyConstMatrix& x,
+                     const SavedActivations<Stored>& saved, const AnyConstMatrix& grad_y) {
+  const GradientMemory memory(grads);
+  if (memory.empty()) return;
   memory.expect_apart_from("weights.gate", weights.gate, config.num_experts);
   memory.expect_apart_from("weights.up", weights.up, config.num_experts);
   memory.expect_apart_from("weights.down", weights.down, config.num_experts);
@@ -96,13 +112,8 @@ void weight_gradients_apart(const Gradients& grads, const Config& config, const 
        pair("lora.down.a", lora.down.a), pair("lora.down.b", lora.down.b),
        pair("routing.weights", routing.weights), pair("x", x), pair("grad_y", grad_y),
        pair("saved.gate", saved.gate), pair("saved.up", saved.up), pair("saved.u_gate", saved.u_gate),
-       pair("saved.u_up", saved.u_up), pair("saved.u_down", saved.u_down));
-  each(pair("grads.x", grads.x), pair("grads.routing_weights", grads.routing_weights),
-       pair("grads.lora.gate_a", grads.lora.gate_a), pair("grads.lora.gate_b", grads.lora.gate_b),
-       pair("grads.lora.up_a", grads.lora.up_a), pair("grads.lora.up_b", grads.lora.up_b),
-       pair("grads.lora.down_a", grads.lora.down_a), pair("grads.lora.down_b", grads.lora.down_b),
-       pair("grads.biases.gate", grads.biases.gate), pair("grads.biases.up", grads.biases.up),
-       pair("grads.biases.down", grads.biases.down));
+       pair("saved.u_up", saved.u_up), pair("saved.u_down", saved.u_down), pair("grads.x", grads.x),
+       pair("grads.routing_weights", grads.routing_weights));
 }
 
 }  // namespace validate

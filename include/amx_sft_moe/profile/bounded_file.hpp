@@ -42,19 +42,20 @@ class BoundedFile {
   void append(std::string_view record) const {
     const int file = open_file();
     if (file < 0) return;
+    const Open open{file};
     ::flock(file, LOCK_EX);  // where there are no locks, appending is atomic enough
     struct stat status {};
-    if (::fstat(file, &status) == 0) {
-      if (S_ISREG(status.st_mode)) {
-        append_to(file, status.st_size, record);
-      } else {
-        [[maybe_unused]] const ssize_t written = ::write(file, record.data(), record.size());
-      }
-    }
-    ::close(file);  // and unlock
+    if (::fstat(file, &status) != 0) return;
+    if (S_ISREG(status.st_mode)) return append_to(file, status.st_size, record);
+    [[maybe_unused]] const ssize_t written = ::write(file, record.data(), record.size());
   }
 
  private:
+  struct Open {
+    int file;
+    ~Open() { ::close(file); }  // and unlocks
+  };
+
   int open_file() const { return ::open(path_.c_str(), O_WRONLY | O_CREAT | O_APPEND | O_CLOEXEC, 0644); }
 
   void append_to(int file, std::int64_t size, std::string_view record) const {

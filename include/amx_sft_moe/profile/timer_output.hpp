@@ -8,6 +8,7 @@
 
 #include <cmath>
 #include <cstdlib>
+#include <exception>
 #include <string>
 
 #include "amx_sft_moe/core/errors.hpp"
@@ -47,9 +48,18 @@ class TimerOutput {
   bool wants_spans() const { return form_ == Form::kJson || trace_.named(); }
 
   // One write() a step and file, so that steps of several operators, threads or processes do not mix. A dump
-  // that cannot be written is lost: the step itself has succeeded.
-  void write(const StepRecord& record, const StepLabel& label) {
+  // that cannot be written, or made, is lost: the step itself has succeeded.
+  void write(const StepRecord& record, const StepLabel& label) noexcept {
     if ((form_ == Form::kNone && !trace_.named()) || record.empty()) return;
+    try {
+      write_all(record, label);
+    } catch (const std::exception&) {
+      named_threads_ = 0;  // names of threads may be lost with it
+    }
+  }
+
+ private:
+  void write_all(const StepRecord& record, const StepLabel& label) {
     if (form_ != Form::kNone) {
       buffer_.clear();
       if (form_ == Form::kText) buffer_ = text_dump(record, label);
@@ -64,7 +74,6 @@ class TimerOutput {
     }
   }
 
- private:
   enum class Form : std::uint8_t { kNone, kText, kJson };
 
   // Null where unset or empty.

@@ -70,7 +70,7 @@ struct AmxMicrokernel {
   // padding.
   static constexpr index_t fitted_k_tile(index_t k) { return round_up(ceil_div(k, ceil_div(k, kKUnit)), 2); }
 
-  // See PortableMicrokernel::block.
+  // C [rows, cols], in rows c_stride apart, = the sum of the segments; one block of the plan.
   static void block(Session& session, int pattern, const Segments<bf16>& segments, index_t rows, index_t cols,
                     float* c, index_t c_stride) {
     session.use(config_for(pattern, rows, cols, segments.k_tile));

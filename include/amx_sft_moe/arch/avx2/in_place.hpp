@@ -110,7 +110,7 @@ struct InPlaceTiles {
       for (index_t at = kk; at < kk + kStep; at += kCacheLine) {
         AMX_SFT_MOE_UNROLL
         for (int r = 0; r < Rows; ++r) {
-          _mm_prefetch(reinterpret_cast<const char*>(row[r] + at) + kNearBytes, _MM_HINT_T0);
+          _mm_prefetch(bytes_behind(row[r] + at, kNearBytes), _MM_HINT_T0);
           _mm_prefetch(reinterpret_cast<const char*>(far[r] + (at >> far_shift)), _MM_HINT_T1);
         }
       }
