@@ -98,7 +98,7 @@ def run_forward(
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """y and what :func:`run_backward` needs of it; ``parameters`` are six factors, four biases and
     four base weights, of which the operator has the memory."""
-    x, routing_weights = _adjacent(x), _adjacent(routing_weights)
+    x = _adjacent(x)
     operator = experts.operator()
     with _ranges("forward", operator):
         core_parameters = _for_core(shared_a, scaling, parameters)
@@ -118,7 +118,7 @@ def run_backward(
     wanted: Sequence[bool],
 ) -> list[torch.Tensor | None]:
     """Gradients of x, the routing weights and the parameters, where ``wanted``."""
-    x, routing_weights, grad_y = _adjacent(x), _adjacent(routing_weights), _adjacent(grad_y)
+    x, grad_y = _adjacent(x), _adjacent(grad_y)
     operator = experts.operator()
     with _ranges("backward", operator):
         core_parameters = _for_core(shared_a, scaling, parameters)

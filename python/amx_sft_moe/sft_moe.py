@@ -308,7 +308,7 @@ class SftMoe:
         Args:
             x: ``[T, H]`` bfloat16 or float32.
             expert_ids: ``[T, k]`` int64 or int32; an id outside ``[0, E)`` skips the route.
-            routing_weights: ``[T, k]`` float32 or bfloat16.
+            routing_weights: ``[T, k]`` float32 or bfloat16; of any strides, as the ids.
             save_for_backward: push what :meth:`backward` needs onto the stack (depth ``cache_depth``);
                 ``False`` for evaluation saves nothing.
             out: ``[T, H]`` bfloat16 or float32, written and returned; never copied.

@@ -81,9 +81,9 @@ ExpertMatrices<const T> typed(const UntypedExperts& from, index_t row_begin, ind
     view.base = static_cast<const T*>(from.base) + offset;
     return view;
   }
-  std::vector<const void*>& pointers = keep.pointers.emplace_back();
+  std::vector<const T*>& pointers = std::get<BaseTensors::PointerLists<T>>(keep.pointers).emplace_back();
   for (const void* pointer : from.pointers) pointers.push_back(static_cast<const T*>(pointer) + offset);
-  view.pointers = reinterpret_cast<const T* const*>(pointers.data());
+  view.pointers = pointers.data();
   return view;
 }
 

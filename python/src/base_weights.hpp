@@ -4,6 +4,7 @@
 
 #include <array>
 #include <string_view>
+#include <tuple>
 #include <vector>
 
 #include "tensor.hpp"
@@ -22,7 +23,10 @@ struct BaseTensors {
   DType dtype = DType::kBf16;
   bool fused = false;  // kGateUpProj instead of kGateProj and kUpProj
   std::vector<py::object> owners;
-  std::vector<std::vector<const void*>> pointers;  // of weights given as one tensor per expert
+  // Of weights given as one tensor per expert, in their type.
+  template <class T>
+  using PointerLists = std::vector<std::vector<const T*>>;
+  std::tuple<PointerLists<bf16>, PointerLists<float>> pointers;
 
   BaseTensors() = default;
   BaseTensors(const BaseTensors&) = delete;

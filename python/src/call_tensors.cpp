@@ -15,8 +15,8 @@ RoutingTensors::RoutingTensors(py::handle ids_object, py::handle weights_object,
     : expert_ids(read_tensor(ids_object, "expert_ids")),
       weights(read_tensor(weights_object, "routing_weights")) {
   view.tokens = tokens;
-  view.expert_ids = input_ids(expert_ids, "expert_ids", tokens, top_k, ids);
-  view.weights = input_matrix(weights, "routing_weights", tokens, top_k);
+  view.expert_ids = input_ids(expert_ids, "expert_ids", tokens, top_k, gathered_ids);
+  view.weights = input_weights(weights, "routing_weights", tokens, top_k, gathered_weights);
 }
 
 index_t RoutingTensors::routed_rows(const Config& config) const {
@@ -49,7 +49,9 @@ Gradients bind_gradients(const Config& config, const GradientTypes& types, const
   }
   if (const auto t = source(kGradRoutingWeights, "grad_routing_weights", types.routing_weights,
                             {types.tokens, config.top_k})) {
-    grads.routing_weights = output_matrix(*t, "out.grad_routing_weights", types.tokens, config.top_k);
+    require_float(*t, "out.grad_routing_weights");
+    require_shape(*t, "out.grad_routing_weights", {types.tokens, config.top_k});
+    grads.routing_weights = output_columns(*t, "out.grad_routing_weights", 0, config.top_k);
   }
   const LoraObjects& objects = parameters.objects.lora;
   const LoraTensors& lora = parameters.lora;

@@ -14,10 +14,11 @@ namespace amx_sft_moe::python {
 
 Tensor read_rows(py::handle object, std::string_view argument, index_t tokens, index_t hidden);
 
-// The routing of one call; `ids` holds the ids where they had to be gathered.
+// The routing of one call, and what of it had to be gathered.
 struct RoutingTensors {
   Tensor expert_ids, weights;
-  std::vector<std::int64_t> ids;
+  std::vector<std::int64_t> gathered_ids;
+  std::vector<float> gathered_weights;
   Routing view;
 
   RoutingTensors(py::handle ids_object, py::handle weights_object, index_t tokens, index_t top_k);

@@ -237,6 +237,18 @@ void fill_from_dlpack_capsule(Tensor& tensor, py::handle object, std::string_vie
   }
 }
 
+// Typed access to any other address is undefined, whatever the CPU does with it.
+void require_aligned(const Tensor& tensor, std::string_view argument) {
+  if (tensor.element == ElementType::kOther || tensor.elements() == 0) return;
+  const bool is_bf16 = tensor.element == ElementType::kBf16;
+  const std::uintptr_t size = is_bf16 ? 2 : tensor.element == ElementType::kInt64 ? 8 : 4;
+  const std::uintptr_t beyond = reinterpret_cast<std::uintptr_t>(tensor.data) % size;
+  if (beyond != 0) {
+    throw ArgumentError(concat(argument, ": expected an address aligned to ", size, " bytes, got one that is ",
+                               beyond, " modulo ", size));
+  }
+}
+
 [[noreturn]] void refuse_strides(const Tensor& tensor, std::string_view argument, std::string_view expected) {
   std::string got;
   for (int d = 0; d < tensor.dims; ++d) {
@@ -265,6 +277,17 @@ void require_apart(const Tensor& tensor, std::string_view argument) {
   };
   if (elements_overlap({dim(0), dim(1), dim(2)})) {
     refuse_strides(tensor, argument, "elements that do not overlap");
+  }
+}
+
+// The elements of a matrix row by row; `element` gives the one at an offset.
+template <class T, class F>
+void gather(const Tensor& matrix, std::vector<T>& into, F&& element) {
+  into.clear();
+  for (index_t row = 0; row < matrix.shape[0]; ++row) {
+    for (index_t col = 0; col < matrix.shape[1]; ++col) {
+      into.push_back(element(row * matrix.strides[0] + col * matrix.strides[1]));
+    }
   }
 }
 
@@ -304,6 +327,7 @@ Tensor read_tensor(py::handle object, std::string_view argument) {
     throw ArgumentError(concat(argument, ": expected a tensor with memory of its own, got a null pointer from ",
                                type_name(object)));
   }
+  require_aligned(tensor, argument);
   return tensor;
 }
 
@@ -401,19 +425,25 @@ ExpertIds input_ids(const Tensor& tensor, std::string_view argument, index_t row
   require_shape(tensor, argument, {rows, cols});
   const auto* wide = static_cast<const std::int64_t*>(tensor.data);
   const auto* narrow = static_cast<const std::int32_t*>(tensor.data);
-  if (tensor.shape[1] > 1 && tensor.strides[1] != 1) {
-    storage.clear();
-    for (index_t t = 0; t < tensor.shape[0]; ++t) {
-      for (index_t slot = 0; slot < tensor.shape[1]; ++slot) {
-        const index_t i = t * tensor.strides[0] + slot * tensor.strides[1];
-        storage.push_back(tensor.element == ElementType::kInt64 ? wide[i] : narrow[i]);
-      }
-    }
+  const index_t row_stride = tensor.shape[0] > 1 ? tensor.strides[0] : tensor.shape[1];
+  if (row_stride < 0 || (tensor.shape[1] > 1 && tensor.strides[1] != 1)) {
+    const bool is_wide = tensor.element == ElementType::kInt64;
+    gather(tensor, storage, [&](index_t i) -> std::int64_t { return is_wide ? wide[i] : narrow[i]; });
     return ExpertIds(storage.data(), tensor.shape[1]);
   }
-  const index_t row_stride = tensor.shape[0] > 1 ? tensor.strides[0] : tensor.shape[1];
   if (tensor.element == ElementType::kInt64) return ExpertIds(wide, row_stride);
   return ExpertIds(narrow, row_stride);
+}
+
+AnyConstMatrix input_weights(const Tensor& tensor, std::string_view argument, index_t rows, index_t cols,
+                             std::vector<float>& storage) {
+  require_float(tensor, argument);
+  require_shape(tensor, argument, {rows, cols});
+  const AnyConstMatrix view = input_columns(tensor, 0, cols);
+  if (view.row_stride() >= 0) return view;
+  view.visit(
+      [&](const auto* data) { gather(tensor, storage, [data](index_t i) { return to_float(data[i]); }); });
+  return {storage.data(), rows, cols, cols};
 }
 
 AnyConstExpertTensor input_experts(const Tensor& tensor, index_t row_begin, index_t rows) {

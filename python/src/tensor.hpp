@@ -70,9 +70,12 @@ AnyMatrix output_matrix(const Tensor& tensor, std::string_view argument, index_t
 AnyConstMatrix input_columns(const Tensor& tensor, index_t col_begin, index_t cols);
 AnyMatrix output_columns(const Tensor& tensor, std::string_view argument, index_t col_begin, index_t cols);
 
-// [rows, cols] int64 or int32. Columns that are not adjacent are gathered into `storage`.
+// [rows, cols] int64 or int32 of any strides. Those that the library does not take are gathered into `storage`.
 ExpertIds input_ids(const Tensor& tensor, std::string_view argument, index_t rows, index_t cols,
                     std::vector<std::int64_t>& storage);
+// The same, bf16 or fp32.
+AnyConstMatrix input_weights(const Tensor& tensor, std::string_view argument, index_t rows, index_t cols,
+                             std::vector<float>& storage);
 
 // [experts, rows, cols] bf16 or fp32 of any strides. `row_begin` skips rows of each expert, for fused tensors
 // of which one view takes a half.

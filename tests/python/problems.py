@@ -259,7 +259,7 @@ def calls(draw: Any, sizes: Extents, max_tokens: int = 24, adjacent: bool = True
     return Call(
         draw(layouts(2, adjacent)).store(normal(tokens, sizes.hidden, dtype=exact).to(draw(DTYPES))),
         draw(layouts(2)).store(ids.clamp(-(2**31), 2**31 - 1).to(id_type)),
-        draw(layouts(2, adjacent)).store(normal(*shape, dtype=draw(DTYPES))),
+        draw(layouts(2)).store(normal(*shape, dtype=draw(DTYPES))),
     )
 
 

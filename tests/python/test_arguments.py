@@ -255,6 +255,11 @@ def test_forward(name: str, change: Change, error: type[Exception], words: list[
         ),
         ({"out": {"down_lora_b": bf16(4, 32, 4).half()}}, TypeError, ["out.down_lora_b", "float16"]),
         ({"accumulate": True}, ArgumentError, ["accumulate", "gate_lora_a", "none"]),
+        (
+            {"out": {"grad_routing_weights": bf16(10, 1).expand(10, 2)}},
+            ArgumentError,
+            ["out.grad_routing_weights", "overlap", "(1, 0)"],
+        ),
         ({"skip": ["grad_z"]}, ArgumentError, ["skip", "grad_x", "grad_z"]),
     ],
 )

@@ -46,10 +46,10 @@ CALL_NAMES = ("grad_x", "grad_routing_weights")
 
 
 @st.composite
-def outputs(draw: Any, shape: tuple[int, ...], filled: Tensor | None = None) -> Tensor:
-    """A tensor for a result, NaN where it holds no value to add to."""
+def outputs(draw: Any, shape: tuple[int, ...], filled: Tensor | None = None, adjacent: bool = True) -> Tensor:
+    """A tensor for a result, NaN where it holds no value to add to; ``adjacent``: as rows of x have to be."""
     values = torch.full(shape, torch.nan) if filled is None else filled
-    return draw(layouts(len(shape), adjacent=len(shape) == 2, expand=False)).store(values.to(draw(DTYPES)))
+    return draw(layouts(len(shape), adjacent=adjacent, expand=False)).store(values.to(draw(DTYPES)))
 
 
 def untouched_around(view: Tensor) -> bool:
@@ -189,8 +189,8 @@ class Calls(RuleBasedStateMachine):
     def forward_of_what_does_not_fit(self, data: st.DataObject, wrong: str) -> None:
         call = data.draw(calls(self.sizes, 6))
         arguments = vars(call) | {"out": data.draw(outputs(call.x.shape))}
-        changes = {"out": WRONG_RESULTS, "expert_ids": WRONG_ROWS[:-1]}  # ids may have any strides
-        change = data.draw(st.sampled_from(changes.get(wrong, WRONG_ROWS)))
+        changes = {"x": WRONG_ROWS, "out": WRONG_RESULTS}  # ids and weights may have any strides
+        change = data.draw(st.sampled_from(changes.get(wrong, WRONG_ROWS[:-1])))
         arguments[wrong] = change(arguments[wrong])
         with self.refused(arguments["out"]):
             self.op.forward_sft(**arguments, save_for_backward=data.draw(st.booleans()))
@@ -222,7 +222,7 @@ class Calls(RuleBasedStateMachine):
         for name in sorted(named):
             adds = accumulate and name not in CALL_NAMES
             values = normal(*owners[name].shape, dtype=BF16) if adds else None
-            out[name] = data.draw(outputs(tuple(owners[name].shape), values))
+            out[name] = data.draw(outputs(tuple(owners[name].shape), values, adjacent=name == "grad_x"))
         given = Gradients(**out) if data.draw(st.booleans()) else out
         options = {"skip": skip, "bias_gradients": bias_gradients, "weight_gradients": weight_gradients}
         if accumulate and not named >= wanted - set(CALL_NAMES):

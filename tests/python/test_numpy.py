@@ -96,6 +96,55 @@ def test_odd_arrays_are_refused() -> None:
         op.forward_sft(packed["row"], *inputs)
 
 
+@pytest.mark.parametrize("ids", [np.int64, np.int32])
+@pytest.mark.parametrize("flip", [np.flipud, np.fliplr, np.flip])
+def test_routing_that_lies_backwards(flip: Callable[..., np.ndarray], ids: type) -> None:
+    layer = numpy_layer(make_layer(SIZES))
+    layer.expert_ids = layer.expert_ids.astype(ids)
+    op = SIZES.operator()
+    expected = run(op, layer)
+    layer.expert_ids = flip(flip(layer.expert_ids).copy())
+    layer.routing_weights = flip(flip(layer.routing_weights).copy())
+    assert min(layer.expert_ids.strides) < 0
+    found = run(op, layer)
+    assert all(np.array_equal(found[name], expected[name]) for name in expected)
+
+
+def misaligned(array: np.ndarray) -> np.ndarray:
+    """The same values, one byte beyond where numpy puts them."""
+    made = np.ndarray(array.shape, array.dtype, np.zeros(array.nbytes + 1, np.uint8), offset=1)
+    made[...] = array
+    return made
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_misaligned_arrays_are_refused(dtype: torch.dtype) -> None:
+    layer = numpy_layer(make_layer(SIZES, dtype=dtype))
+    op = SIZES.operator()
+    expected = run(op, layer)["y"]
+    inputs = {"x": layer.x, "expert_ids": layer.expert_ids, "routing_weights": layer.routing_weights}
+    inputs["out"] = np.zeros_like(expected)
+    for name, array in inputs.items():
+        size = array.itemsize
+        with pytest.raises(
+            ArgumentError, match=rf"^{name}: .* aligned to {size} bytes, .* is 1 modulo {size}$"
+        ):
+            op.forward_sft(**(inputs | {name: misaligned(array)}))
+    with pytest.raises(ArgumentError, match=r"expert_ids: .* aligned to 4 bytes"):
+        op.forward_sft(**(inputs | {"expert_ids": misaligned(layer.expert_ids.astype(np.int32))}))
+    up_proj = [layer.up_proj[0], misaligned(layer.up_proj[1]), *layer.up_proj[2:]]
+    with pytest.raises(ArgumentError, match=rf"up_proj\[1\]: .* aligned to {size} bytes"):
+        op.set_base(layer.gate_proj, up_proj, layer.down_proj)
+    with pytest.raises(ArgumentError, match=rf"down_lora_b: .* aligned to {size} bytes"):
+        op.set_lora(**(layer.factors | {"down_lora_b": misaligned(layer.factors["down_lora_b"])}))
+    memory = np.zeros(4 * layer.x.size + 3, np.uint8)
+    tensor = torch.frombuffer(memory, dtype=torch.float32, offset=3).view(layer.x.shape)
+    with pytest.raises(ArgumentError, match=r"x: .* aligned to 4 bytes, .* 3 modulo 4"):
+        op.forward_sft(**(inputs | {"x": tensor}))
+    assert np.array_equal(op.forward_sft(**inputs), expected), "a refused call left something behind"
+    op.forward_sft(misaligned(layer.x)[:0], layer.expert_ids[:0], layer.routing_weights[:0], False)
+
+
 def test_results_follow_x() -> None:
     layer = make_layer(SIZES)
     arrays = numpy_layer(layer)

@@ -191,6 +191,24 @@ def test_strided_inputs_agree(bf16_kernel: str) -> None:
     assert all(torch.equal(found[name], expected[name]) for name in expected)
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_routing_of_any_strides(bf16_kernel: str, dtype: torch.dtype) -> None:
+    layer = make_layer(Sizes(tokens=11))
+    layer.routing_weights = layer.routing_weights.to(dtype)
+    op = Sizes().operator(kernel=bf16_kernel)
+    expected = run(op, layer)
+    ids, weights = layer.expert_ids, layer.routing_weights
+    for change in (lambda t: t.t().contiguous().t(), lambda t: t.repeat_interleave(2, 1)[:, ::2]):
+        layer.expert_ids, layer.routing_weights = change(ids), change(weights)
+        assert layer.routing_weights.stride(1) != 1
+        found = run(op, layer)
+        assert all(torch.equal(found[name], expected[name]) for name in expected)
+        op.forward_sft(layer.x, layer.expert_ids, layer.routing_weights)
+        out = {"grad_routing_weights": change(torch.full_like(weights, 9.0))}
+        assert op.backward(layer.grad_y, out=out).grad_routing_weights is out["grad_routing_weights"]
+        assert torch.equal(out["grad_routing_weights"], expected["grad_routing_weights"])
+
+
 def test_mixed_dtypes(bf16_kernel: str) -> None:
     sizes = Sizes(tokens=17)
     layer = make_layer(sizes)
