@@ -277,6 +277,9 @@ class SftMoe:
             gate_up_lora_a: ``[E, r, H]``, one A that gate and up share, instead of four gate and up factors.
             gate_up_lora_b: ``[E, 2I, r]``, gate rows first.
             gate_scaling, up_scaling, down_scaling: default ``lora_alpha / r``, or 1 without ``lora_alpha``.
+
+        Raises:
+            ArgumentError, TypeError: an argument does not fit. StateError: another thread is in this object.
         """
         separate = (gate_lora_a, gate_lora_b, up_lora_a, up_lora_b)
         shared = gate_up_lora_a is not None or gate_up_lora_b is not None
@@ -311,11 +314,11 @@ class SftMoe:
             routing_weights: ``[T, k]`` float32 or bfloat16; of any strides, as the ids.
             save_for_backward: push what :meth:`backward` needs onto the stack (depth ``cache_depth``);
                 ``False`` for evaluation saves nothing.
-            out: ``[T, H]`` bfloat16 or float32, written and returned; never copied.
+            out: ``[T, H]`` bfloat16 or float32, written and returned; never copied. out may be x itself.
 
         Raises:
-            ArgumentError, TypeError: an argument does not fit. StateError: no base weights, or the stack is
-                full.
+            ArgumentError, TypeError: an argument does not fit. StateError: no base weights, the stack is full,
+                or another thread is in this object or in a workspace that it shares.
         """
         return self._core.forward_sft(x, expert_ids, routing_weights, save_for_backward, out)
 
@@ -342,7 +345,7 @@ class SftMoe:
                 wanted, unless skipped. Those of base weights are stacked tensors, bfloat16 or float32, of any
                 strides, in memory that no input, weight or other gradient has too.
             skip: names of gradients that are not wanted and not computed, such as ``"grad_x"`` in a first
-                layer.
+                layer. None that ``out`` has.
             bias_gradients: compute the gradients of all biases, not only of those that ``out`` names.
             weight_gradients: compute the gradients of all base weights, not only of those that ``out`` names:
                 as much arithmetic as a forward, and tensors as large as the weights.
@@ -350,6 +353,10 @@ class SftMoe:
         Returns:
             Gradients: those of factors, biases and base weights in the parameters' shapes and dtypes. Experts
                 without tokens get exact zeros.
+
+        Raises:
+            ArgumentError, TypeError: an argument does not fit. StateError: no forward waits for its backward,
+                or another thread is in this object or in a workspace that it shares.
         """
         given = out.as_dict() if isinstance(out, Gradients) else out
         if given is None:
@@ -364,6 +371,8 @@ class SftMoe:
         unknown = skipped - set(GRADIENT_NAMES)
         if unknown:
             raise ArgumentError(f"skip: expected names out of {GRADIENT_NAMES}, got {sorted(unknown)}")
+        if both := sorted(skipped & given.keys()):
+            raise ArgumentError(f"skip: expected names of which out has no tensor, got {both}")
         scale = as_float("scale", scale)
         wants = bool(bias_gradients), bool(weight_gradients)
         return Gradients(**self._core.backward(grad_y, bool(accumulate), scale, given, skipped, *wants))
@@ -398,6 +407,9 @@ class SftMoe:
 
         Args:
             form: ``"text"`` (``[DOWN] D3_gemm: 41.123 ms``) or ``"json"``.
+
+        Raises:
+            ArgumentError: another form. StateError: another thread is in this object.
         """
         if form not in ("text", "json"):
             raise ArgumentError(f'form: expected "text" or "json", got {form!r}')

@@ -261,6 +261,7 @@ def test_forward(name: str, change: Change, error: type[Exception], words: list[
             ["out.grad_routing_weights", "overlap", "(1, 0)"],
         ),
         ({"skip": ["grad_z"]}, ArgumentError, ["skip", "grad_x", "grad_z"]),
+        ({"skip": ["grad_x"], "out": {"grad_x": bf16(10, 32)}}, ArgumentError, ["skip", "out", "grad_x"]),
     ],
 )
 def test_backward(arguments: dict[str, Any], error: type[Exception], words: list[str]) -> None:

@@ -9,6 +9,7 @@ import shutil
 import subprocess
 import sys
 import textwrap
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -16,9 +17,12 @@ import torch
 from peft import LoraConfig, get_peft_model
 from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
+import amx_sft_moe
 from amx_sft_moe.finetune.tokenizer import train_tokenizer
+from cases import Sizes
 from families import family_model
 from pages import DOCS, EXECUTED, ROOT, Block, Folder, blocks_of, program, without_numbers
+from reference import make_layer, run
 from timelines import global_tid, write_nsys
 
 PAGES = sorted(page.name for page in DOCS.glob("*.md"))
@@ -154,6 +158,41 @@ def test_the_table_of_targets(family: str, by_name: set[str] | None, all_linear:
             if ".experts." in name and ".lora_A." in name:
                 rank = 8 if ".base_layer." in name else 4  # gate_up_proj, down_proj
                 assert parameter.shape[0] == rank * 5
+
+
+class Within:
+    """Calls ``function`` within each range of an operator's pass, and keeps what it raises."""
+
+    def __init__(self, function: Callable[[], object]) -> None:
+        self.function, self.errors = function, set[str]()
+
+    def enter(self, name: str) -> None:
+        try:
+            self.function()
+        except amx_sft_moe.StateError as error:
+            self.errors.add(str(error))
+
+    def leave(self) -> None:
+        pass
+
+
+def test_the_table_of_state_errors() -> None:
+    """Those of calls that meet, of troubleshooting.md: what is quoted is what Python callers get."""
+    text = (DOCS / "troubleshooting.md").read_text(encoding="utf-8")
+    quoted = re.findall(r"^\| `(.*?)` \|", text, re.MULTILINE)
+    sizes = Sizes()
+    layer = make_layer(sizes)
+    workspace = amx_sft_moe.Workspace()
+    op, other = (sizes.operator(workspace=workspace) for _ in range(2))
+    run(other, layer)
+    run(op, layer)
+    inputs = (layer.x, layer.expert_ids, layer.routing_weights, False)
+    for meets, words in ((op, "SftMoe"), (other, "workspace")):
+        within = Within(lambda meets=meets: meets.forward_sft(*inputs))
+        op._core.ranges = within
+        op.forward_sft(*inputs)
+        [error] = within.errors
+        assert [row for row in quoted if row in error and words in row], error
 
 
 def test_links_lead_somewhere() -> None:
