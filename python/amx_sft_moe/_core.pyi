@@ -11,6 +11,12 @@ class Biases:
     # gate_bias, up_bias, down_bias, gate_up_bias
     def __init__(self, tensors: Sequence[Any]) -> None: ...
 
+class KernelChoice:
+    # provider: of kernels that are not this module's own
+    def __init__(self, kernel: str, provider: object) -> None: ...
+    @property
+    def requested(self) -> str: ...
+
 class LoraFactors:
     # gate A and B, up A and B, down A and B; scaling of gate, up and down
     def __init__(
@@ -38,16 +44,16 @@ class SftMoe:
         top_k: int,
         hidden_size: int,
         intermediate_size: int,
+        lora_rank: int,
         lora_alpha: float | None,
         max_tokens: int | None,
         cache_depth: int,
         activation: str,
         limit: float,
         alpha: float,
-        kernel: str,
+        kernel: KernelChoice,
         num_threads: int,
         workspace: Workspace | None,
-        provider: object = None,
         name: str = "",
         record_spans: bool = False,
     ) -> None: ...

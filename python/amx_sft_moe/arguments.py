@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import operator
 from collections.abc import Mapping
 from typing import Any
@@ -22,14 +23,22 @@ _GPT_OSS_LIMIT = 7.0
 _GPT_OSS_ALPHA = 1.702
 
 
-def as_int(name: str, value: Any, minimum: int) -> int:
-    """``value`` as an int of at least ``minimum``; raises TypeError or ArgumentError that names ``name``."""
+# What the compiled module takes: sizes have 64 bits there, numbers of threads 32.
+MAX_INDEX = 2**63 - 1
+MAX_THREADS = 2**31 - 1
+
+
+def as_int(name: str, value: Any, minimum: int, maximum: int = MAX_INDEX) -> int:
+    """``value`` as an int from ``minimum`` to ``maximum``; raises TypeError or ArgumentError that names
+    ``name``."""
     try:
         number = operator.index(value)
     except TypeError:
         raise TypeError(f"{name}: expected an int, got {type(value).__name__} {value!r}") from None
     if number < minimum:
         raise ArgumentError(f"{name}: expected at least {minimum}, got {number}")
+    if number > maximum:
+        raise ArgumentError(f"{name}: expected at most {maximum}, got {number}")
     return number
 
 
@@ -41,9 +50,17 @@ def as_float(name: str, value: Any) -> float:
         raise TypeError(f"{name}: expected a number, got {type(value).__name__} {value!r}") from None
 
 
+def as_finite(name: str, value: Any) -> float:
+    """The same, neither infinite nor NaN; raises ArgumentError too."""
+    number = as_float(name, value)
+    if not math.isfinite(number):
+        raise ArgumentError(f"{name}: expected a finite number, got {number}")
+    return number
+
+
 def parse_activation(activation: str | Mapping[str, Any]) -> tuple[str, float, float]:
     """``(name, limit, alpha)`` of an activation given as a name or as a mapping with ``limit`` and
-    ``alpha``."""
+    ``alpha``, whose values the operator checks."""
     if isinstance(activation, str):
         if activation not in _ACTIVATIONS:
             names = ", ".join(f'"{name}"' for name in _ACTIVATIONS)
@@ -57,7 +74,5 @@ def parse_activation(activation: str | Mapping[str, Any]) -> tuple[str, float, f
     name = activation.get("name", "gpt_oss")
     if name != "gpt_oss":
         raise ArgumentError(f'activation: expected the name "gpt_oss" beside limit and alpha, got "{name}"')
-    limit = as_float("activation limit", activation.get("limit", _GPT_OSS_LIMIT))
-    if not limit > 0:
-        raise ArgumentError(f"activation limit: expected a number above 0, got {limit}")
-    return name, limit, as_float("activation alpha", activation.get("alpha", _GPT_OSS_ALPHA))
+    limit = as_float("activation.limit", activation.get("limit", _GPT_OSS_LIMIT))
+    return name, limit, as_float("activation.alpha", activation.get("alpha", _GPT_OSS_ALPHA))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copyreg
 import importlib
 import os
 from typing import Any
@@ -48,3 +49,22 @@ def provider_of(kernel: str) -> Any:
         names = dict.fromkeys(k["name"] for k in _core.info(None)["kernels"] if k["available"])
         raise KernelError(f"{source}: expected one of {', '.join(names)} or auto, got {ONEDNN}: {why_not}")
     return provider
+
+
+def choice_of(kernel: str) -> _core.KernelChoice:
+    """What ``kernel`` comes to now, for each type of weights; the environment has no say in it afterwards.
+
+    Raises:
+        KernelError: it is unknown, or this build or machine has none. TypeError: it is no str.
+    """
+    if not isinstance(kernel, str):
+        raise TypeError(f"kernel: expected a str, got {type(kernel).__name__}")
+    return _core.KernelChoice(kernel, provider_of(kernel))
+
+
+def _made_anew(choice: _core.KernelChoice) -> tuple[Any, ...]:
+    return choice_of, (choice.requested,)
+
+
+# Copies and pickles may end up in another process, on another machine.
+copyreg.pickle(_core.KernelChoice, _made_anew)

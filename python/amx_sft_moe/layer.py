@@ -12,9 +12,9 @@ from typing import Any
 import torch
 
 from amx_sft_moe import _core
-from amx_sft_moe.arguments import as_int, parse_activation
+from amx_sft_moe.arguments import MAX_THREADS, as_int, parse_activation
 from amx_sft_moe.errors import ArgumentError
-from amx_sft_moe.kernels import provider_of
+from amx_sft_moe.kernels import choice_of
 
 # The order in which the operator has their gradients.
 WEIGHT_NAMES = ("gate_proj", "up_proj", "down_proj", "gate_up_proj")
@@ -153,18 +153,18 @@ class ExpertWeights:
             "top_k": self.top_k,
             "hidden_size": self.hidden_size,
             "intermediate_size": self.intermediate_size,
+            "lora_rank": 0,
             "lora_alpha": None,
             "max_tokens": None,
             "cache_depth": 1,
             "activation": self.activation,
             "limit": limit,
             "alpha": alpha,
-            "kernel": kernel,
-            "num_threads": 0 if num_threads is None else as_int("num_threads", num_threads, 1),
+            # All threads take what this one found, for each dtype, whatever the environment says by then.
+            "kernel": choice_of(kernel),
+            "num_threads": 0 if num_threads is None else as_int("num_threads", num_threads, 1, MAX_THREADS),
         }
-        # Here and not at the first use, what does not fit is refused. All threads take the kernel that this one
-        # found, whatever the environment says by then.
-        self._options["kernel"] = self.operator().kernel
+        self.operator()  # here and not at the first use, what does not fit is refused
 
     def inputs(self, weights: Mapping[str, Weight] | None = None) -> tuple[torch.Tensor | None, ...]:
         """The base weights as inputs of autograd, in the order of :data:`WEIGHT_NAMES`: these, or ``weights``,
@@ -204,8 +204,7 @@ class ExpertWeights:
             return found[0]
         made = found[0] if found is not None else None
         if made is None:
-            provider = provider_of(self._options["kernel"])
-            made = _core.SftMoe(**self._options, workspace=state.workspace, provider=provider)
+            made = _core.SftMoe(**self._options, workspace=state.workspace)
             made.collect_totals(state.collects_times)
         made.name = self.name
         weights = self._weights

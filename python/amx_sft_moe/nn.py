@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from amx_sft_moe import compiled
-from amx_sft_moe.arguments import as_float, as_int
+from amx_sft_moe.arguments import as_finite, as_int
 from amx_sft_moe.autograd import LoraFactors, sft_moe
 from amx_sft_moe.errors import ArgumentError
 from amx_sft_moe.layer import ExpertBiases, ExpertWeights
@@ -80,7 +80,7 @@ class SftMoeExperts(nn.Module):
         self._name = name
         self.top_k = as_int("top_k", top_k, 1)
         self.lora_rank = as_int("lora_rank", lora_rank, 0)
-        self.lora_alpha = None if lora_alpha is None else as_float("lora_alpha", lora_alpha)
+        self.lora_alpha = None if lora_alpha is None else as_finite("lora_alpha", lora_alpha)
         self.shared_lora_a = shared_lora_a
         if lora_dtype not in (torch.float32, torch.bfloat16):
             raise TypeError(f"lora_dtype: expected torch.float32 or torch.bfloat16, got {lora_dtype}")

@@ -7,9 +7,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from amx_sft_moe import _core
-from amx_sft_moe.arguments import as_float, as_int, parse_activation
+from amx_sft_moe.arguments import MAX_THREADS, as_float, as_int, parse_activation
 from amx_sft_moe.errors import ArgumentError
-from amx_sft_moe.kernels import provider_of
+from amx_sft_moe.kernels import choice_of
 
 # A torch.Tensor, a numpy or ml_dtypes array, or any object that speaks DLPack. Named for the reader only:
 # torch is optional and there is no type that covers them all.
@@ -117,8 +117,8 @@ class SftMoe:
         top_k: routes per token; routes may repeat an expert or be skipped (an id outside ``[0, E)``).
         hidden_size: H.
         intermediate_size: I.
-        lora_rank: the rank that the caller has in mind, 0 for none. The ranks that count come from the shapes
-            of the factors given to :meth:`set_lora` and may differ per projection.
+        lora_rank: the rank of all factors given to :meth:`set_lora`; 0: as their shapes say, and each
+            projection may have its own.
         lora_alpha: LoRA scaling is ``lora_alpha / r``; ``None`` means a scaling of 1.
         max_tokens: more tokens in a call are refused; ``None``: buffers grow.
         cache_depth: how many forwards may wait for their backward.
@@ -157,8 +157,6 @@ class SftMoe:
         record_spans: bool = False,
     ) -> None:
         activation_name, limit, alpha = parse_activation(activation)
-        if not isinstance(kernel, str):
-            raise TypeError(f"kernel: expected a str, got {type(kernel).__name__}")
         if not isinstance(name, str):
             raise TypeError(f"name: expected a str, got {type(name).__name__}")
         if workspace is not None and not isinstance(workspace, _core.Workspace):
@@ -174,16 +172,16 @@ class SftMoe:
             top_k=self.top_k,
             hidden_size=self.hidden_size,
             intermediate_size=self.intermediate_size,
+            lora_rank=self.lora_rank,
             lora_alpha=self.lora_alpha,
             max_tokens=None if max_tokens is None else as_int("max_tokens", max_tokens, 0),
             cache_depth=as_int("cache_depth", cache_depth, 1),
             activation=activation_name,
             limit=limit,
             alpha=alpha,
-            kernel=kernel,
-            num_threads=0 if num_threads is None else as_int("num_threads", num_threads, 1),
+            kernel=choice_of(kernel),
+            num_threads=0 if num_threads is None else as_int("num_threads", num_threads, 1, MAX_THREADS),
             workspace=workspace,
-            provider=provider_of(kernel),
             name=name,
             record_spans=bool(record_spans),
         )

@@ -37,8 +37,8 @@ InputTensors::InputTensors(py::handle x_object, py::handle expert_ids, py::handl
       routing(expert_ids, routing_weights, x.shape[0], config.top_k) {}
 
 ParameterTensors::ParameterTensors(const ParameterObjects& from, const Config& config,
-                                   std::optional<float> alpha)
-    : objects(from), lora(read_lora(from.lora, config, alpha)), biases(read_biases(from.biases, config)) {}
+                                   const LoraOptions& options)
+    : objects(from), lora(read_lora(from.lora, config, options)), biases(read_biases(from.biases, config)) {}
 
 Gradients bind_gradients(const Config& config, const GradientTypes& types, const ParameterTensors& parameters,
                          const BaseTensors& base, const GradientSource& source) {

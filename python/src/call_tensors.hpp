@@ -48,7 +48,7 @@ struct ParameterTensors {
   LoraTensors lora;
   BiasTensors biases;
 
-  ParameterTensors(const ParameterObjects& from, const Config& config, std::optional<float> alpha);
+  ParameterTensors(const ParameterObjects& from, const Config& config, const LoraOptions& options);
 };
 
 // Order of the gradients of a call: of x, of the routing weights, of the factors, of the biases and of the base

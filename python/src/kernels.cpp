@@ -1,5 +1,7 @@
 #include "kernels.hpp"
 
+#include <utility>
+
 namespace amx_sft_moe::python {
 
 namespace py = pybind11;
@@ -16,6 +18,29 @@ const KernelProvider& kernels_of(py::handle provider) {
                              capsule.name() == nullptr ? "no name" : capsule.name()));
   }
   return *static_cast<const KernelProvider*>(capsule.get_pointer());
+}
+
+KernelChoice::KernelChoice(std::string kernel, py::object provider)
+    : requested_(std::move(kernel)),
+      provider_(std::move(provider)),
+      kernels_(kernels_of(provider_)),
+      bf16_(resolved(DType::kBf16)),
+      fp32_(resolved(DType::kFp32)) {
+  if (bf16_.name.empty() && fp32_.name.empty()) throw KernelError(bf16_.refusal);
+}
+
+const std::string& KernelChoice::name_for(DType weights) const {
+  const Resolved& kernel = weights == DType::kBf16 ? bf16_ : fp32_;
+  if (kernel.name.empty()) throw KernelError(kernel.refusal);
+  return kernel.name;
+}
+
+KernelChoice::Resolved KernelChoice::resolved(DType weights) const {
+  try {
+    return {kernels_.resolve(requested_, weights), {}};
+  } catch (const KernelError& error) {
+    return {{}, error.what()};
+  }
 }
 
 }  // namespace amx_sft_moe::python

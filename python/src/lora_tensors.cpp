@@ -1,10 +1,13 @@
 #include "lora_tensors.hpp"
 
+#include <cmath>
+
 namespace amx_sft_moe::python {
 namespace {
 
 constexpr std::array<std::string_view, kFactorCount> kNames{"gate_lora_a", "gate_lora_b", "up_lora_a",
                                                             "up_lora_b",   "down_lora_a", "down_lora_b"};
+constexpr std::array<std::string_view, 3> kScalings{"gate_scaling", "up_scaling", "down_scaling"};
 
 // Reads A [E, r, in] and B [E, out, r] of one projection; false where it has no adapter.
 bool read_pair(const LoraObjects& objects, LoraTensors& lora, std::size_t a, index_t experts, index_t in,
@@ -41,6 +44,12 @@ LoraAdapter adapter(const Tensor& a, const Tensor& b, index_t row_begin, index_t
 
 }  // namespace
 
+void require_finite(std::string_view argument, std::optional<float> value) {
+  if (value && !std::isfinite(*value)) {
+    throw ArgumentError(concat(argument, ": expected a finite number, got ", *value));
+  }
+}
+
 std::string_view LoraObjects::name(std::size_t factor) const {
   if (shared_a && factor == kGateA) return "gate_up_lora_a";
   if (shared_a && factor == kGateB) return "gate_up_lora_b";
@@ -48,26 +57,36 @@ std::string_view LoraObjects::name(std::size_t factor) const {
 }
 
 // NOLINTBEGIN(bugprone-unchecked-optional-access): read_pair() says whether both are there.
-LoraTensors read_lora(const LoraObjects& objects, const Config& c, std::optional<float> alpha) {
+LoraTensors read_lora(const LoraObjects& objects, const Config& c, const LoraOptions& options) {
   LoraTensors lora;
+  for (std::size_t p = 0; p < kScalings.size(); ++p) require_finite(kScalings[p], objects.scaling[p]);
   const index_t hidden = c.hidden_size;
   const index_t inner = c.intermediate_size;
   const auto [gate_scaling, up_scaling, down_scaling] = objects.scaling;
   if (objects.shared_a) {
     if (read_pair(objects, lora, kGateA, c.num_experts, hidden, 2 * inner)) {
-      lora.views.gate = adapter(*lora.factors[kGateA], *lora.factors[kGateB], 0, inner, gate_scaling, alpha);
-      lora.views.up = adapter(*lora.factors[kGateA], *lora.factors[kGateB], inner, inner, up_scaling, alpha);
+      lora.views.gate =
+          adapter(*lora.factors[kGateA], *lora.factors[kGateB], 0, inner, gate_scaling, options.alpha);
+      lora.views.up =
+          adapter(*lora.factors[kGateA], *lora.factors[kGateB], inner, inner, up_scaling, options.alpha);
     }
   } else {
     if (read_pair(objects, lora, kGateA, c.num_experts, hidden, inner)) {
-      lora.views.gate = adapter(*lora.factors[kGateA], *lora.factors[kGateB], 0, inner, gate_scaling, alpha);
+      lora.views.gate =
+          adapter(*lora.factors[kGateA], *lora.factors[kGateB], 0, inner, gate_scaling, options.alpha);
     }
     if (read_pair(objects, lora, kUpA, c.num_experts, hidden, inner)) {
-      lora.views.up = adapter(*lora.factors[kUpA], *lora.factors[kUpB], 0, inner, up_scaling, alpha);
+      lora.views.up = adapter(*lora.factors[kUpA], *lora.factors[kUpB], 0, inner, up_scaling, options.alpha);
     }
   }
   if (read_pair(objects, lora, kDownA, c.num_experts, inner, hidden)) {
-    lora.views.down = adapter(*lora.factors[kDownA], *lora.factors[kDownB], 0, hidden, down_scaling, alpha);
+    lora.views.down =
+        adapter(*lora.factors[kDownA], *lora.factors[kDownB], 0, hidden, down_scaling, options.alpha);
+  }
+  for (const std::size_t a : {kGateA, kUpA, kDownA}) {
+    if (options.rank == 0 || !lora.factors[a] || lora.factors[a]->shape[1] == options.rank) continue;
+    throw ArgumentError(concat(objects.name(a), ": expected a rank of lora_rank = ", options.rank, ", got ",
+                               lora.factors[a]->shape[1]));
   }
   return lora;
 }

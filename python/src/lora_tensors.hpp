@@ -23,13 +23,21 @@ struct LoraObjects {
   std::string_view name(std::size_t factor) const;
 };
 
+// What an operator was told about its factors.
+struct LoraOptions {
+  index_t rank = 0;  // of all of them; 0: as they come
+  std::optional<float> alpha;
+};
+
+void require_finite(std::string_view argument, std::optional<float> value);
+
 // The factors of one call: checked, and as the library's views.
 struct LoraTensors {
   LoraWeights views;
   std::array<std::optional<Tensor>, kFactorCount> factors;
 };
 
-LoraTensors read_lora(const LoraObjects& objects, const Config& config, std::optional<float> alpha);
+LoraTensors read_lora(const LoraObjects& objects, const Config& config, const LoraOptions& options);
 
 // Makes `tensor`, which must have the factor's shape, the place of the gradient of `factor`.
 void bind_gradient(LoraGradients& gradients, const LoraObjects& objects, const LoraTensors& lora,

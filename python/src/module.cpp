@@ -23,8 +23,10 @@ using amx_sft_moe::StateError;
 using amx_sft_moe::python::BiasObjects;
 using amx_sft_moe::python::Factor;
 using amx_sft_moe::python::kBiasCount;
+using amx_sft_moe::python::KernelChoice;
 using amx_sft_moe::python::kFactorCount;
 using amx_sft_moe::python::LoraObjects;
+using amx_sft_moe::python::LoraOptions;
 using amx_sft_moe::python::Operator;
 using amx_sft_moe::python::SharedWorkspace;
 using amx_sft_moe::python::TypeMismatch;
@@ -90,6 +92,10 @@ void bind_operator(py::module_& m) {
                               "Scratch memory that operators which run one after another may share.")
       .def(py::init<>());
 
+  py::class_<KernelChoice>(m, "KernelChoice")
+      .def(py::init<std::string, py::object>(), py::arg("kernel"), py::arg("provider"))
+      .def_property_readonly("requested", &KernelChoice::requested);
+
   py::class_<LoraObjects>(m, "LoraFactors")
       .def(py::init(&lora_objects), py::arg("shared_a"), py::arg("factors"), py::arg("scaling"));
 
@@ -98,9 +104,9 @@ void bind_operator(py::module_& m) {
 
   py::class_<Operator>(m, "SftMoe")
       .def(py::init([](index_t num_experts, index_t top_k, index_t hidden_size, index_t intermediate_size,
-                       optional<float> lora_alpha, optional<index_t> max_tokens, index_t cache_depth,
-                       const std::string& activation, float limit, float alpha, std::string kernel,
-                       int num_threads, const optional<SharedWorkspace>& workspace, py::object provider,
+                       index_t lora_rank, optional<float> lora_alpha, optional<index_t> max_tokens,
+                       index_t cache_depth, const std::string& activation, float limit, float alpha,
+                       const KernelChoice& kernel, int num_threads, const optional<SharedWorkspace>& workspace,
                        std::string name, bool record_spans) {
              Config config;
              config.num_experts = num_experts;
@@ -113,14 +119,12 @@ void bind_operator(py::module_& m) {
              config.num_threads = num_threads;
              config.name = std::move(name);
              config.record_spans = record_spans;
-             return std::make_unique<Operator>(config, std::move(kernel), lora_alpha, workspace,
-                                               std::move(provider));
+             return std::make_unique<Operator>(config, kernel, LoraOptions{lora_rank, lora_alpha}, workspace);
            }),
            py::kw_only(), py::arg("num_experts"), py::arg("top_k"), py::arg("hidden_size"),
-           py::arg("intermediate_size"), py::arg("lora_alpha"), py::arg("max_tokens"), py::arg("cache_depth"),
-           py::arg("activation"), py::arg("limit"), py::arg("alpha"), py::arg("kernel"), py::arg("num_threads"),
-           py::arg("workspace"), py::arg("provider") = py::none(), py::arg("name") = "",
-           py::arg("record_spans") = false)
+           py::arg("intermediate_size"), py::arg("lora_rank"), py::arg("lora_alpha"), py::arg("max_tokens"),
+           py::arg("cache_depth"), py::arg("activation"), py::arg("limit"), py::arg("alpha"), py::arg("kernel"),
+           py::arg("num_threads"), py::arg("workspace"), py::arg("name") = "", py::arg("record_spans") = false)
       .def("set_base", &Operator::set_base)
       .def("set_lora", &Operator::set_lora)
       .def("forward_sft", &Operator::forward_sft)

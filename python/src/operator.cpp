@@ -3,20 +3,10 @@
 #include <utility>
 
 #include "allocate.hpp"
+#include "amx_sft_moe/operator/validate.hpp"
 #include "times.hpp"
 
 namespace amx_sft_moe::python {
-namespace {
-
-ResolvedKernel resolved(const KernelProvider& kernels, const std::string& kernel, DType weights) {
-  try {
-    return {kernels.resolve(kernel, weights), {}};
-  } catch (const KernelError& error) {
-    return {{}, error.what()};
-  }
-}
-
-}  // namespace
 
 Guard::Guard(std::atomic_flag& in_use, std::string_view call) : in_use_(in_use) {
   if (in_use_.test_and_set(std::memory_order_acquire)) {
@@ -25,25 +15,14 @@ Guard::Guard(std::atomic_flag& in_use, std::string_view call) : in_use_(in_use) 
   }
 }
 
-Operator::Operator(const Config& config, std::string kernel, std::optional<float> lora_alpha,
-                   const std::optional<SharedWorkspace>& workspace, py::object provider)
+Operator::Operator(const Config& config, KernelChoice kernel, const LoraOptions& lora,
+                   const std::optional<SharedWorkspace>& workspace)
     : config_(config),
-      requested_kernel_(std::move(kernel)),
-      provider_(std::move(provider)),
-      kernels_(kernels_of(provider_)),
-      bf16_kernel_(resolved(kernels_, requested_kernel_, DType::kBf16)),
-      fp32_kernel_(resolved(kernels_, requested_kernel_, DType::kFp32)),
-      lora_alpha_(lora_alpha),
+      kernel_(std::move(kernel)),
+      lora_(lora),
       workspace_(workspace ? workspace->get() : nullptr) {
-  require_at_least("num_experts", index_t{1}, config.num_experts);
-  require_at_least("top_k", index_t{1}, config.top_k);
-  require_at_least("hidden_size", index_t{1}, config.hidden_size);
-  require_at_least("intermediate_size", index_t{1}, config.intermediate_size);
-  require_at_least("cache_depth", index_t{1}, config.cache_depth);
-  require_at_least("num_threads", 0, config.num_threads);
-  if (config.max_tokens) require_at_least("max_tokens", index_t{0}, *config.max_tokens);
-  // An unknown kernel, or one that runs nowhere here, is refused now and not at its first use.
-  if (bf16_kernel_.name.empty() && fp32_kernel_.name.empty()) throw KernelError(bf16_kernel_.refusal);
+  validate::config(config_);
+  require_finite("lora_alpha", lora_.alpha);
 }
 
 AnySftMoe& Operator::ready() {
@@ -61,9 +40,7 @@ void Operator::set_base(py::handle gate_proj, py::handle up_proj, py::handle dow
       throw StateError(concat("set_base: expected ", name_of(moe_->weight_dtype()), " weights while ",
                               entries_.size(), " forwards wait for their backward, got ", name_of(base.dtype)));
     }
-    const ResolvedKernel& kernel = base.dtype == DType::kBf16 ? bf16_kernel_ : fp32_kernel_;
-    if (kernel.name.empty()) throw KernelError(kernel.refusal);
-    moe_ = kernels_.make(kernel.name, config_, base.views, {}, workspace_);
+    moe_ = kernel_.kernels().make(kernel_.name_for(base.dtype), config_, base.views, {}, workspace_);
     moe_->set_observer(ranges_.get());
   } else {
     moe_->set_base(base.views);
@@ -74,7 +51,7 @@ void Operator::set_base(py::handle gate_proj, py::handle up_proj, py::handle dow
 
 void Operator::set_lora(const LoraObjects& lora) {
   const Guard guard(in_use_, "set_lora");
-  read_lora(lora, config_, lora_alpha_);  // refuses what does not fit, before anything changes
+  read_lora(lora, config_, lora_);  // refuses what does not fit, before anything changes
   parameters_.lora = lora;
 }
 
@@ -90,7 +67,7 @@ py::object Operator::forward_sft(py::handle x, py::handle expert_ids, py::handle
   const Guard guard(in_use_, "forward_sft");
   AnySftMoe& moe = ready();
   const InputTensors in(x, expert_ids, routing_weights, config_);
-  const ParameterTensors parameters(parameters_, config_, lora_alpha_);
+  const ParameterTensors parameters(parameters_, config_, lora_);
   const Tensor y = out.is_none() ? allocate(in.x.family, in.x.dtype(), {in.tokens(), config_.hidden_size}, "y")
                                  : read_tensor(out, "out");
   const AnyMatrix y_view = output_matrix(y, "out", in.tokens(), config_.hidden_size);
@@ -115,7 +92,7 @@ py::dict Operator::backward(py::handle grad_y_object, bool accumulate, float sca
   const GradientTypes& entry = entries_.back();
   const Tensor grad_y = read_rows(grad_y_object, "grad_y", entry.tokens, config_.hidden_size);
   const AnyConstMatrix grad_y_view = input_matrix(grad_y, "grad_y", entry.tokens, config_.hidden_size);
-  const ParameterTensors parameters(parameters_, config_, lora_alpha_);
+  const ParameterTensors parameters(parameters_, config_, lora_);
 
   // Those that are large, or of what mostly stays as it is.
   const auto unasked = [&](std::size_t slot) {
@@ -169,7 +146,7 @@ py::tuple Operator::forward_saved(py::handle x, py::handle expert_ids, py::handl
   AnySftMoe& moe = ready();
   const InputTensors in(x, expert_ids, routing_weights, config_);
   const ParameterObjects objects{lora, biases};
-  const ParameterTensors parameters(objects, config_, lora_alpha_);
+  const ParameterTensors parameters(objects, config_, lora_);
   const Tensor y = allocate(in.x.family, in.x.dtype(), {in.tokens(), config_.hidden_size}, "y");
   const AnyMatrix y_view = output_matrix(y, "y", in.tokens(), config_.hidden_size);
   std::optional<Tensor> saved;
@@ -201,7 +178,7 @@ py::tuple Operator::backward_saved(py::handle x, py::handle expert_ids, py::hand
   const Tensor grad_y = read_rows(grad_y_object, "grad_y", in.tokens(), config_.hidden_size);
   const AnyConstMatrix grad_y_view = input_matrix(grad_y, "grad_y", in.tokens(), config_.hidden_size);
   const ParameterObjects objects{lora, biases};
-  const ParameterTensors parameters(objects, config_, lora_alpha_);
+  const ParameterTensors parameters(objects, config_, lora_);
   const SavedLayout layout(moe, parameters.lora.views, in.routing.routed_rows(config_));
   const Tensor saved = read_tensor(saved_object, "saved activations");
   require_element(saved, "saved activations", layout.dtype());
@@ -290,7 +267,7 @@ py::dict Operator::memory() {
 }
 
 std::string Operator::kernel() const {
-  return moe_ ? std::string(moe_->kernel_name()) : requested_kernel_;
+  return moe_ ? std::string(moe_->kernel_name()) : kernel_.requested();
 }
 
 py::object Operator::weight_dtype() const {

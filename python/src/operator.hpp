@@ -36,17 +36,10 @@ class Guard {
   std::atomic_flag& in_use_;
 };
 
-// What a kernel's name came to for one type of weights: the kernel, or why there is none.
-struct ResolvedKernel {
-  std::string name;
-  std::string refusal;
-};
-
 class Operator {
  public:
-  // `provider`: see kernels_of().
-  Operator(const Config& config, std::string kernel, std::optional<float> lora_alpha,
-           const std::optional<SharedWorkspace>& workspace, py::object provider);
+  Operator(const Config& config, KernelChoice kernel, const LoraOptions& lora,
+           const std::optional<SharedWorkspace>& workspace);
 
   void set_base(py::handle gate_proj, py::handle up_proj, py::handle down_proj, py::handle gate_up_proj,
                 const BiasObjects& biases);
@@ -98,13 +91,8 @@ class Operator {
   }
 
   Config config_;
-  const std::string requested_kernel_;
-  const py::object provider_;  // outlives moe_
-  const KernelProvider& kernels_;
-  // The environment is asked when the operator is made, and not again.
-  const ResolvedKernel bf16_kernel_;
-  const ResolvedKernel fp32_kernel_;
-  const std::optional<float> lora_alpha_;
+  const KernelChoice kernel_;  // outlives moe_
+  const LoraOptions lora_;
   const std::shared_ptr<Workspace> workspace_;
   std::unique_ptr<PythonRanges> ranges_;  // outlives moe_
   std::unique_ptr<AnySftMoe> moe_;

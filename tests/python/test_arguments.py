@@ -31,6 +31,15 @@ SIZES = Sizes(experts=4, top_k=2, hidden=32, intermediate=24, ranks=(4, 4, 4), t
         ({"max_tokens": -1}, ArgumentError, ["max_tokens", "0", "-1"]),
         ({"cache_depth": 0}, ArgumentError, ["cache_depth", "1", "0"]),
         ({"num_threads": 0}, ArgumentError, ["num_threads", "1", "0"]),
+        ({"num_threads": 2**31}, ArgumentError, ["num_threads", "at most 2147483647", "2147483648"]),
+        *[
+            ({name: 2**63}, ArgumentError, [f"{name}: ", f"at most {2**63 - 1}", f"{2**63}"])
+            for name in ("num_experts", "top_k", "hidden_size", "intermediate_size", "lora_rank")
+        ],
+        ({"max_tokens": 2**63}, ArgumentError, ["max_tokens", f"at most {2**63 - 1}", f"{2**63}"]),
+        ({"cache_depth": 2**70}, ArgumentError, ["cache_depth", f"at most {2**63 - 1}", f"{2**70}"]),
+        ({"lora_alpha": float("nan")}, ArgumentError, ["lora_alpha", "finite", "nan"]),
+        ({"lora_alpha": -1e39}, ArgumentError, ["lora_alpha", "finite", "-inf"]),
         (
             {"activation": "relu"},
             ArgumentError,
@@ -38,7 +47,10 @@ SIZES = Sizes(experts=4, top_k=2, hidden=32, intermediate=24, ranks=(4, 4, 4), t
         ),
         ({"activation": {"name": "gelu", "limit": 7.0}}, ArgumentError, ["activation", "gpt_oss", "gelu"]),
         ({"activation": 3}, TypeError, ["activation", "mapping", "int"]),
-        ({"activation": {"limit": -1.0}}, ArgumentError, ["limit", "0", "-1.0"]),
+        ({"activation": {"limit": -1.5}}, ArgumentError, ["activation.limit", "positive", "-1.5"]),
+        ({"activation": {"limit": float("nan")}}, ArgumentError, ["activation.limit", "positive", "nan"]),
+        ({"activation": {"alpha": float("nan")}}, ArgumentError, ["activation.alpha", "finite", "nan"]),
+        ({"activation": {"alpha": "x"}}, TypeError, ["activation.alpha", "number", "x"]),
         ({"activation": {"beta": 1.0}}, ArgumentError, ["activation", "limit", "beta"]),
         ({"kernel": "amx_fp4"}, KernelError, ["kernel", "portable", "amx_fp4"]),
         ({"kernel": None}, TypeError, ["kernel", "str", "NoneType"]),
@@ -164,6 +176,10 @@ def test_set_base(changes: dict[str, Any], error: type[Exception], words: list[s
         ({"gate_up_lora_a": bf16(4, 3, 32)}, TypeError, ["gate_up_lora_b", "None"]),
         ({"gate_up_lora_a": bf16(4, 3, 32), "up_lora_a": bf16(4, 3, 32)}, TypeError, ["both"]),
         ({"gate_scaling": "high"}, TypeError, ["gate_scaling", "high"]),
+        *[
+            ({f"{name}_scaling": float("inf")}, ArgumentError, [f"{name}_scaling", "finite", "inf"])
+            for name in ("gate", "up", "down")
+        ],
     ],
 )
 def test_set_lora(factors: dict[str, Any], error: type[Exception], words: list[str]) -> None:
@@ -175,6 +191,21 @@ def test_set_lora(factors: dict[str, Any], error: type[Exception], words: list[s
     assert all(word in str(caught.value) for word in words), caught.value
     y = op.forward_sft(layer.x, layer.expert_ids, layer.routing_weights, False)
     assert torch.equal(y, expected["y"]), "the refused call left something behind"
+
+
+@pytest.mark.parametrize("name", ["gate", "up", "down", "gate_up"])
+def test_lora_rank(name: str) -> None:
+    """Where it was given, it is that of the factors, of those of a later call too."""
+    layer = make_layer(SIZES)
+    op = SIZES.operator(lora_rank=4)
+    expected = run(op, layer)
+    n_in, n_out = {"down": (24, 32), "gate_up": (32, 48)}.get(name, (32, 24))
+    with pytest.raises(ArgumentError, match=rf"{name}_lora_a: expected a rank of lora_rank = 4, got 3"):
+        op.set_lora(**{f"{name}_lora_a": bf16(4, 3, n_in), f"{name}_lora_b": bf16(4, n_out, 3)})
+    y = op.forward_sft(layer.x, layer.expert_ids, layer.routing_weights, False)
+    assert torch.equal(y, expected["y"]), "the refused call left something behind"
+    op.set_lora()
+    op.forward_sft(layer.x, layer.expert_ids, layer.routing_weights, False)
 
 
 def read_only(array: np.ndarray) -> np.ndarray:
@@ -280,12 +311,3 @@ def test_backward(arguments: dict[str, Any], error: type[Exception], words: list
 def test_unknown_gradient_name() -> None:
     with pytest.raises(ArgumentError, match="grad_z"):
         amx_sft_moe.Gradients(grad_z=1)
-
-
-def test_finite_scaling() -> None:
-    layer = make_layer(SIZES)
-    op = SIZES.operator()
-    op.set_base(layer.gate_proj, layer.up_proj, layer.down_proj)
-    op.set_lora(**layer.factors, gate_scaling=float("inf"))
-    with pytest.raises(ArgumentError, match="scaling"):
-        op.forward_sft(layer.x, layer.expert_ids, layer.routing_weights)

@@ -109,14 +109,18 @@ def test_autograd_equals_the_operator(
 @examples(40)
 @given(
     sizes=st.lists(
-        st.one_of(st.integers(-3, 3), st.sampled_from([-(2**63), 2.5, "3", None])), min_size=4, max_size=4
+        st.one_of(st.integers(-3, 3), st.sampled_from([-(2**63), 2**63, 2.5, "3", None])),
+        min_size=4,
+        max_size=4,
     ),
     option=st.sampled_from(["max_tokens", "cache_depth", "num_threads", "lora_rank"]),
-    value=st.one_of(st.integers(-3, 3), st.sampled_from([0.5, "1"])),
+    value=st.one_of(st.integers(-3, 3), st.sampled_from([0.5, "1", 2**31 - 1, 2**31, 2**63 - 1, 2**63])),
 )
 def test_construction(sizes: list[Any], option: str, value: Any) -> None:
     lowest = 0 if option in ("max_tokens", "lora_rank") else 1
-    if all(isinstance(n, int) and n >= 1 for n in sizes) and isinstance(value, int) and value >= lowest:
+    highest = 2**31 - 1 if option == "num_threads" else 2**63 - 1
+    fits = isinstance(value, int) and lowest <= value <= highest
+    if fits and all(isinstance(n, int) and 1 <= n < 2**63 for n in sizes):
         assert SftMoe(*sizes, **{option: value}).saved_depth == 0
     else:
         with pytest.raises((ArgumentError, TypeError)):

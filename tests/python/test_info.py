@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -83,6 +84,28 @@ def test_a_kernel_for_one_type_of_weights(monkeypatch: pytest.MonkeyPatch) -> No
         op.set_base(layer.gate_proj.float(), layer.up_proj.float(), layer.down_proj.float())
     op.set_base(layer.gate_proj, layer.up_proj, layer.down_proj)
     assert op.kernel == "avx512_bf16"
+
+
+def test_all_threads_have_one_choice(monkeypatch: pytest.MonkeyPatch) -> None:
+    """That of the environment in which the weights came, for the other type of weights too."""
+    monkeypatch.setenv("AMX_SFT_MOE_KERNEL", "avx512_bf16")
+    if not any(kernel == "avx512_bf16" for kernel in kernels("bfloat16")):
+        pytest.skip("no kernel avx512_bf16 here")
+    layer = make_layer(SIZES)
+    weights = (layer.gate_proj, layer.up_proj, layer.down_proj)
+    experts = ExpertWeights(top_k=SIZES.top_k, gate_proj=weights[0], up_proj=weights[1], down_proj=weights[2])
+    monkeypatch.delenv("AMX_SFT_MOE_KERNEL")
+    for weight in weights:
+        weight.data = weight.data.float()
+    with ThreadPoolExecutor(1) as other:
+        for operator in (experts.operator, lambda: other.submit(experts.operator).result()):
+            with pytest.raises(
+                amx_sft_moe.KernelError, match=r"AMX_SFT_MOE_KERNEL: .* does not take fp32 weights"
+            ):
+                operator()
+        for weight in weights:
+            weight.data = weight.data.bfloat16()
+        assert other.submit(experts.operator).result().kernel == "avx512_bf16"
 
 
 def test_command_line(capsys: pytest.CaptureFixture[str]) -> None:

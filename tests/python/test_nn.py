@@ -9,12 +9,14 @@ import io
 import pickle
 import threading
 import weakref
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
+import amx_sft_moe
 from amx_sft_moe import ArgumentError
 from amx_sft_moe.nn import ExpertWeights, LoraFactors, SftMoeExperts, sft_moe
 from cases import SHAPES, Sizes
@@ -338,6 +340,9 @@ def test_copies_and_pickles() -> None:
         other.down_proj.data.zero_()
         assert not torch.equal(other(*inputs), y), "a copy has weights of its own"
     assert torch.equal(experts(*inputs), y)
+    weights = experts.experts()
+    for other in (copy.deepcopy(weights), pickle.loads(pickle.dumps(weights))):
+        assert torch.equal(sft_moe(other, *inputs), sft_moe(weights, *inputs))
     fresh = SftMoeExperts(
         2,
         gate_up_proj=torch.zeros(4, 48, 32, dtype=torch.bfloat16),
@@ -375,6 +380,8 @@ def test_parameters_may_move() -> None:
     [
         ({"lora_dtype": torch.float16}, TypeError, "lora_dtype.*float16"),
         ({"lora_rank": -1}, ArgumentError, "lora_rank"),
+        ({"lora_alpha": float("nan")}, ArgumentError, "lora_alpha: expected a finite number, got nan"),
+        ({"num_threads": 2**31}, ArgumentError, "num_threads: expected at most 2147483647, got 2147483648"),
         ({"top_k": 0}, ArgumentError, "top_k"),
         ({"down_proj": torch.zeros(4, 32, 23)}, ArgumentError, "gate_up_proj.*46, 32.*48, 32"),
         ({"down_proj": torch.zeros(32, 24)}, ArgumentError, "down_proj.*3 dimensions"),
@@ -409,6 +416,22 @@ def test_threads_run_one_module() -> None:
     for thread in threads:
         thread.join()
     assert not wrong
+
+
+@pytest.mark.emulated
+def test_every_thread_has_the_kernel_of_the_dtype(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With AMX, say, amx_bf16 for bf16 and avx512 for fp32, whatever the environment says by then."""
+    of = amx_sft_moe.info()["auto_kernel"]
+    experts = module(make_layer(SIZES), num_threads=1)
+    monkeypatch.setenv("AMX_SFT_MOE_KERNEL", "abacus")
+
+    def kernel() -> str:
+        return experts.experts().operator().kernel
+
+    for dtype in ("bfloat16", "float32", "bfloat16"):
+        experts.to(getattr(torch, dtype))
+        with ThreadPoolExecutor(1) as another:
+            assert another.submit(kernel).result() == kernel() == of[dtype]
 
 
 def test_nothing_outlives_a_module() -> None:
