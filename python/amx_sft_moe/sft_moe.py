@@ -415,7 +415,11 @@ class SftMoe:
 
     def memory(self) -> dict[str, int]:
         """Bytes held: ``workspace_bytes`` (shared by all who share the workspace) and ``saved_bytes`` (the
-        stack)."""
+        stack).
+
+        Raises:
+            StateError: another call is using this object, or another layer the workspace.
+        """
         return self._core.memory()
 
     def __repr__(self) -> str:

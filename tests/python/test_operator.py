@@ -209,6 +209,30 @@ def test_routing_of_any_strides(bf16_kernel: str, dtype: torch.dtype) -> None:
         assert torch.equal(out["grad_routing_weights"], expected["grad_routing_weights"])
 
 
+def test_results_over_their_inputs(bf16_kernel: str) -> None:
+    layer = make_layer(Sizes(tokens=11))
+    op = Sizes().operator(kernel=bf16_kernel)
+    expected = run(op, layer)
+    y = op.forward_sft(layer.x, layer.expert_ids, layer.routing_weights, out=layer.x)
+    found = {"y": y} | op.backward(layer.grad_y, out={"grad_x": layer.grad_y}).as_dict()
+    assert y is layer.x
+    assert found["grad_x"] is layer.grad_y
+    assert all(torch.equal(found[name], expected[name]) for name in expected)
+
+
+def test_one_tensor_for_two_gradients(bf16_kernel: str) -> None:
+    layer = make_layer(Sizes(tokens=11))
+    op = Sizes().operator(kernel=bf16_kernel)
+    expected = run(op, layer)
+    op.forward_sft(layer.x, layer.expert_ids, layer.routing_weights)
+    both = torch.full_like(layer.factors["gate_lora_b"], 7.0)
+    with pytest.raises(amx_sft_moe.ArgumentError, match="memory of its own"):
+        op.backward(layer.grad_y, out={"gate_lora_b": both, "up_lora_b": both})
+    assert bool((both == 7.0).all())
+    found = op.backward(layer.grad_y).as_dict()
+    assert torch.equal(found["up_lora_b"], expected["up_lora_b"])
+
+
 def test_mixed_dtypes(bf16_kernel: str) -> None:
     sizes = Sizes(tokens=17)
     layer = make_layer(sizes)
