@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from amx_sft_moe.finetune import comparison, hook, tables
+from amx_sft_moe.finetune import comparison, hook, model, tables
 from amx_sft_moe.finetune.adapter import whole_folder
 from amx_sft_moe.finetune.clock import ExpertClock
 from amx_sft_moe.finetune.comparison import Lane
@@ -68,6 +68,11 @@ class TestOptions:
             parse(arguments)
         assert raised.value.code == 2
         assert arguments[0] in capsys.readouterr().err
+
+    def test_threads_are_those_of_the_environment_unless_given(self, monkeypatch):
+        monkeypatch.setenv("OMP_NUM_THREADS", "7,2")
+        assert parse([]).threads == 7
+        assert parse(["--threads", "3"]).threads == 3
 
     def test_options_are_plain_json(self):
         values = parse(["--model", "a/b"]).as_json()
@@ -207,6 +212,19 @@ def test_compared_batches_use_each_row_once_before_any_comes_again():
     assert rows != [
         int(row[0]) for batch in comparison.batches(blocks, 3, 4, seed=2) for row in batch["input_ids"]
     ]
+
+
+def test_memory_is_what_the_control_group_leaves(tmp_path, monkeypatch, caplog):
+    (tmp_path / "x.safetensors").write_bytes(bytes(1000))
+    layer = torch.nn.Linear(10, 10)  # 440 bytes
+    for left, room, warned in ((1, False, True), (440, False, True), (1200, True, False), (10**4, True, False)):
+        monkeypatch.setattr(model, "available_memory", lambda left=left: left)
+        assert model.room_for_copies(layer) is room
+        caplog.clear()
+        model._check_memory(tmp_path)
+        assert bool(caplog.records) is warned
+    assert model.room_for_copies(layer, 20) is True
+    assert model.room_for_copies(layer, 30) is False
 
 
 def test_tables_are_aligned():

@@ -19,7 +19,7 @@ from amx_sft_moe.profile.experiment import Results, Timing, check, measure, pass
 from amx_sft_moe.profile.layer import FACTORS, Layer
 from amx_sft_moe.profile.options import Options, parse
 from amx_sft_moe.profile.reference import float64_step, relative_errors
-from amx_sft_moe.profile.shapes import SHAPES, LayerShape, available_memory, bytes_per_expert, experts_that_fit
+from amx_sft_moe.profile.shapes import SHAPES, LayerShape, bytes_per_expert, experts_that_fit
 
 TINY = Options(
     name="tiny",
@@ -41,6 +41,12 @@ def test_defaults_are_the_published_experiment() -> None:
     assert options.shape == LayerShape(experts=256, top_k=8, hidden=7168, intermediate=2048)
     assert (options.rank, options.alpha, options.check_tokens, options.tokens) == (16, 32.0, 4, 128)
     assert (options.warmup, options.iterations) == (5, 20)
+
+
+def test_threads_are_those_of_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OMP_NUM_THREADS", "7,2")
+    assert parse([]).threads == 7
+    assert parse(["--threads", "3"]).threads == 3
 
 
 def test_options() -> None:
@@ -74,7 +80,6 @@ def test_experts_are_cut_to_the_memory() -> None:
     assert 0 < fit * each < 10**10
     assert experts_that_fit(shape, 128, 16, 2, 2, 10**8) == 0
     assert experts_that_fit(SHAPES["small"], 4, 16, 4, 4, 10**9) == 16
-    assert available_memory() > 1 << 20
 
 
 def test_a_layer_that_does_not_fit() -> None:
@@ -224,6 +229,10 @@ def test_the_command_says_what_is_wrong(
     small = ["--shape", "small", "--tokens", "4", "--no-machine"]
     assert cli.main([*small, "--memory", "0.001"]) == 1
     assert capsys.readouterr().err.startswith("error: --memory: expected room for at least 4 experts")
+    with monkeypatch.context() as patch:
+        patch.setattr(cli, "available_memory", lambda: 10**6)
+        assert cli.main(small) == 1
+        assert "expected room for at least 4 experts, got 0.0 GB" in capsys.readouterr().err
     assert cli.main([*small, "--kernel", "none"]) == 1
     assert "none" in capsys.readouterr().err
     from amx_sft_moe.profile import experiment

@@ -105,6 +105,33 @@ def test_control_groups_of_version_2(root: Path) -> None:
     assert "cgroup_limit" not in machine.memory(root)  # more than there is
 
 
+def test_available_memory(root: Path) -> None:
+    """The least that the system and the groups leave; page cache that can go counts as free."""
+    assert machine.available_memory(root) == GIB // 2
+    inner = {"sys__fs__cgroup__a__b__memory.max": f"{300 * MIB}\n", "proc__self__cgroup": "0::/a/b\n"}
+    inner["sys__fs__cgroup__a__b__memory.current"] = f"{280 * MIB}\n"
+    write(root, **inner)
+    assert machine.available_memory(root) == 20 * MIB
+    write(
+        root,
+        **{"sys__fs__cgroup__a__b__memory.stat": f"anon {MIB}\nactive_file 9\ninactive_file {200 * MIB}\n"},
+    )
+    assert machine.available_memory(root) == 220 * MIB
+    outer = {"sys__fs__cgroup__a__memory.max": f"{400 * MIB}", "sys__fs__cgroup__a__memory.current": f"{GIB}"}
+    write(root, **outer)
+    assert machine.available_memory(root) == 0  # of the group above, which is over its limit
+
+
+def test_available_memory_of_version_1(root: Path) -> None:
+    group = "sys__fs__cgroup__memory__jobs__memory."
+    write(root, proc__self__cgroup="4:memory:/jobs/1\n", **{f"{group}limit_in_bytes": f"{100 * MIB}"})
+    assert machine.available_memory(root) == 100 * MIB
+    write(root, **{f"{group}usage_in_bytes": f"{90 * MIB}"})
+    # total_: with the groups below, as usage counts them.
+    write(root, **{f"{group}stat": f"inactive_file {MIB}\ntotal_inactive_file {50 * MIB}\n"})
+    assert machine.available_memory(root) == 60 * MIB
+
+
 def test_control_groups_of_version_1(root: Path) -> None:
     """Inside a container: the path is the host's, and the group's own files are at the top."""
     write(root, proc__self__cgroup="4:memory:/docker/1\n1:cpu,cpuacct:/docker/1\n0::/\n")
@@ -174,6 +201,28 @@ def test_threads_of_this_process(root: Path) -> None:
     assert found["openmp"] == 3
     assert found["affinity"] == len(os.sched_getaffinity(0)) == files.count_of_list(found["affinity_list"])
     assert found["cgroup_quota"] is None
+
+
+def test_default_threads(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(process, "affinity", lambda: {0, 1, 2, 3})
+    for wanted, expected in (
+        ("3", 3),
+        ("6,2", 6),
+        (" 5 ", 5),
+        ("", 4),
+        ("0", 4),
+        ("many", 4),
+        ("-2", 4),
+        (",3", 4),
+    ):
+        assert process.default_threads(root, {"OMP_NUM_THREADS": wanted}) == expected
+    write(root, proc__self__cgroup="0::/\n")
+    for quota, expected in (("max", 4), ("800000", 4), ("150000", 2), ("200000", 2), ("5000", 1)):
+        write(root, **{"sys__fs__cgroup__cpu.max": f"{quota} 100000\n"})
+        assert process.default_threads(root, {}) == expected
+    assert process.default_threads(root, {"OMP_NUM_THREADS": "3"}) == 3
+    monkeypatch.setenv("OMP_NUM_THREADS", "9")
+    assert process.default_threads(root) == 9
 
 
 def test_versions() -> None:

@@ -6,7 +6,6 @@ import logging
 from dataclasses import dataclass
 from pathlib import Path
 
-import psutil
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model
 from transformers import (
@@ -24,6 +23,7 @@ from amx_sft_moe.checkpoints import load_model as load_mapped
 from amx_sft_moe.errors import ArgumentError
 from amx_sft_moe.integrations.experts_hook import why_not
 from amx_sft_moe.integrations.mapped_experts import mapped_bytes
+from amx_sft_moe.system.machine import available_memory
 
 from .errors import FinetuneError
 from .options import TORCH_GROUPED, ModelShape
@@ -260,13 +260,13 @@ def restore_adapter(model: torch.nn.Module, state: dict[str, torch.Tensor]) -> N
 def room_for_copies(model: torch.nn.Module, copies: int = 1) -> bool:
     """Whether memory is left for that many further copies of the weights, and some more."""
     needed = sum(parameter.numel() * parameter.element_size() for parameter in model.parameters())
-    return (copies + 0.2) * needed < psutil.virtual_memory().available
+    return (copies + 0.2) * needed < available_memory()
 
 
 def _check_memory(folder: Path) -> None:
     """Warns when the files will hardly stay in memory."""
     needed = sum(file.stat().st_size for file in folder.glob("*.safetensors"))
-    available = psutil.virtual_memory().available
+    available = available_memory()
     if needed > 0.9 * available:
         logger.warning(
             "the weights need about %.1f GB, %.1f GB of memory are available: the rest is read from disk in "

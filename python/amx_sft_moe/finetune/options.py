@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import argparse
-import os
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
+
+from amx_sft_moe.system.process import DEFAULT_THREADS, default_threads
 
 OURS = "amx_sft_moe"  # experts_implementation: this package's operator
 CHECKPOINT_LEARNING_RATE = 2e-4  # for a model that has learnt a lot; one made here needs and stands more
@@ -104,10 +105,6 @@ def _positive(text: str) -> float:
     return value
 
 
-def _default_threads() -> int:
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-
-
 def parser() -> argparse.ArgumentParser:
     """The command line. A default of None means: that of the normal run, or of `--quick`."""
     result = argparse.ArgumentParser(
@@ -160,7 +157,7 @@ def parser() -> argparse.ArgumentParser:
         metavar="NAME",
     )
     group.add_argument(
-        "--threads", type=_at_least(1), metavar="N", help="threads (default: the CPUs of this process)"
+        "--threads", type=_at_least(1), metavar="N", help=f"threads (default: {DEFAULT_THREADS})"
     )
     group = result.add_argument_group("reporting")
     add(
@@ -177,9 +174,10 @@ def parser() -> argparse.ArgumentParser:
 
 def parse(argv: list[str]) -> Options:
     """The options of a command line. Exits with argparse's message and status 2 where it is not valid."""
-    given = {name: value for name, value in vars(parser().parse_args(argv)).items() if value is not None}
+    command = parser()
+    given = {name: value for name, value in vars(command.parse_args(argv)).items() if value is not None}
     defaults = _QUICK if given["quick"] else Options()
-    derived: dict[str, Any] = {"threads": _default_threads()}
+    derived: dict[str, Any] = {"threads": default_threads()}
     if "rank" in given:
         derived["alpha"] = 2.0 * given["rank"]
     if "model" in given:

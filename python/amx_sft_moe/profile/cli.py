@@ -7,9 +7,10 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from amx_sft_moe.errors import ArgumentError, KernelError
+from amx_sft_moe.system.machine import available_memory
 
 from .options import Options, parse
-from .shapes import BF16, available_memory, experts_that_fit
+from .shapes import BF16, experts_that_fit
 
 
 def _line(text: str) -> None:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import argparse
-import os
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
+
+from amx_sft_moe.system.process import DEFAULT_THREADS, default_threads
 
 from .shapes import PUBLISHED, SHAPES, LayerShape
 
@@ -79,7 +80,7 @@ def parser() -> argparse.ArgumentParser:
     add("--tokens", type=_at_least(1), metavar="T", help=f"of the timing (default: {new.tokens})")
     add("--warmup", type=_at_least(0), metavar="N", help=f"iterations before timing (default: {new.warmup})")
     add("--iterations", type=_at_least(1), metavar="N", help=f"timed (default: {new.iterations})")
-    add("--threads", type=_at_least(1), metavar="N", help="(default: the CPUs of this process)")
+    add("--threads", type=_at_least(1), metavar="N", help=f"(default: {DEFAULT_THREADS})")
     add("--kernel", metavar="NAME", help="of `python -m amx_sft_moe info` (default: auto)")
     add("--seed", type=_at_least(0), help=f"of weights, inputs and routing (default: {new.seed})")
     add("--no-machine", dest="machine", action="store_false", help="do not measure the machine's peaks")
@@ -97,5 +98,5 @@ def parse(argv: Sequence[str]) -> Options:
         command.error(f"--top-k: {shape.top_k} routes a token, but {shape.experts} experts")
     if "memory" in given:
         given["memory"] = int(given["memory"] * 1e9)
-    given.setdefault("threads", len(os.sched_getaffinity(0)))
+    given.setdefault("threads", default_threads())
     return replace(Options(), name=name, shape=shape, **given)

@@ -57,21 +57,3 @@ def experts_that_fit(
     if fit >= shape.experts:
         return shape.experts
     return fit // 8 * 8 if fit >= 8 else fit
-
-
-def available_memory() -> int:
-    """Bytes that the system would give out without swapping; within the container's limit, if it has one."""
-    found = []
-    with open("/proc/meminfo", encoding="ascii") as lines:
-        for line in lines:
-            if line.startswith("MemAvailable:"):
-                found.append(int(line.split()[1]) * 1024)
-    try:
-        with open("/sys/fs/cgroup/memory.max", encoding="ascii") as limit:
-            most = limit.read().strip()
-        with open("/sys/fs/cgroup/memory.current", encoding="ascii") as used:
-            if most != "max":
-                found.append(int(most) - int(used.read()))
-    except (OSError, ValueError):
-        pass
-    return min(found)

@@ -58,3 +58,22 @@ def memory_limit(root: Path = ROOT) -> int | None:
     """How many bytes the process's group may use; ``None`` without a limit."""
     limits = (_memory_limit(group) for group in _groups(root, "memory"))
     return min((limit for limit in limits if limit is not None), default=None)
+
+
+def _memory_left(group: Path) -> int | None:
+    limit = _memory_limit(group)
+    if limit is None:
+        return None
+    used = read_int(group / "memory.current") or read_int(group / "memory.usage_in_bytes") or 0
+    lines = (line.partition(" ") for line in (read(group / "memory.stat") or "").splitlines())
+    stat = {name: int(value) for name, _, value in lines if value.isdecimal()}
+    # Page cache that the system would drop; of version 1, "total_" counts the groups below too, as usage does.
+    cache = stat.get("total_inactive_file", stat.get("inactive_file", 0))
+    return max(limit - max(used - cache, 0), 0)
+
+
+def memory_left(root: Path = ROOT) -> int | None:
+    """How many more bytes the process's group would get, page cache that can go counted as free; ``None``
+    without a limit."""
+    found = (_memory_left(group) for group in _groups(root, "memory"))
+    return min((left for left in found if left is not None), default=None)

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import os
 import platform
 import re
 from pathlib import Path
 from typing import Any
 
-from amx_sft_moe.system.cgroups import memory_limit
+from amx_sft_moe.system.cgroups import memory_left, memory_limit
 from amx_sft_moe.system.files import ROOT, count_of_list, read
 
 _CPUS = "sys/devices/system/cpu"
@@ -74,6 +75,13 @@ def memory(root: Path = ROOT) -> dict[str, int]:
     if limit is not None and limit < result.get("total", limit + 1):
         result["cgroup_limit"] = limit
     return result
+
+
+def available_memory(root: Path = ROOT) -> int:
+    """Bytes that this process would get without swapping: of the system, and of each group above it."""
+    free = memory(root).get("available", os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"))
+    left = memory_left(root)
+    return free if left is None else min(free, left)
 
 
 def numa_nodes(root: Path = ROOT) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import re
 from collections.abc import Mapping
@@ -23,6 +24,24 @@ _VARIABLES = re.compile(
 def affinity() -> set[int]:
     """The CPUs that this thread may run on."""
     return os.sched_getaffinity(0)
+
+
+DEFAULT_THREADS = "OMP_NUM_THREADS, else the CPUs of this process within its CPU quota"
+
+
+def default_threads(root: Path = ROOT, variables: Mapping[str, str] | None = None) -> int:
+    """How many threads to use where nobody said: :data:`DEFAULT_THREADS`.
+
+    A list in OMP_NUM_THREADS is of nested regions, and the first counts; like OpenMP, what is no number is
+    passed over.
+    """
+    variables = os.environ if variables is None else variables
+    wanted = variables.get("OMP_NUM_THREADS", "").partition(",")[0].strip()
+    if re.fullmatch(r"0*[1-9]\d*", wanted, re.ASCII):
+        return int(wanted)
+    quota = cpu_quota(root)
+    cpus = len(affinity())
+    return cpus if quota is None else max(min(cpus, math.ceil(quota)), 1)
 
 
 def threads(openmp_threads: int, root: Path = ROOT) -> dict[str, Any]:
