@@ -95,11 +95,13 @@ def test_json_lines_of_both_forms_are_read(tmp_path):
         "",
         '{"text": "a line\\u2028with a separator that is none in JSON"}',
         json.dumps({"prompt": "", "completion": "ünïcode"}, ensure_ascii=False),
+        '{"text": "\\ud83d\\ude00"}',  # a whole pair
     )
     assert read_examples(path) == [
         Example("two plus two?", " four"),
         Example("", "a line\u2028with a separator that is none in JSON"),
         Example("", "ünïcode"),
+        Example("", "\U0001f600"),
     ]
 
 
@@ -122,6 +124,10 @@ def test_byte_order_mark_and_missing_last_newline_are_fine(tmp_path):
         ('{"prompt": null, "completion": "b"}', "line 2: 'prompt' must be a string, found NoneType"),
         ('{"prompt": "a", "completion": " "}', "line 2: 'completion' is empty"),
         ('{"text": ""}', "line 2: 'text' is empty"),
+        ('{"text": "a\\ud83d"}', r"line 2: 'text' has half a character, '\\ud83d', at 2"),
+        ('{"prompt": "\\ude00", "completion": "b"}', r"line 2: 'prompt' has half a character, '\\ude00', at 1"),
+        ("[" * 100_000, "line 2: cannot be read: maximum recursion"),
+        ('{"text": "a", "id": ' + "1" * 5000 + "}", "line 2: cannot be read: .*digits"),
     ],
 )
 def test_what_is_wrong_with_a_line_is_said_with_its_number(tmp_path, line, complaint):

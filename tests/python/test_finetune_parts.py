@@ -1,4 +1,4 @@
-"""Parts of the main job that can be seen without a run: options, clock, folders, dumps, tables, lanes."""
+"""Parts of the main job that can be seen without a run: options, clock, dumps, tables, lanes, speed."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from transformers.modeling_outputs import CausalLMOutput
 
 from amx_sft_moe.finetune import comparison, hook, model, tables
 from amx_sft_moe.finetune.adapter import whole_folder
@@ -15,6 +16,7 @@ from amx_sft_moe.finetune.comparison import Lane
 from amx_sft_moe.finetune.options import Options, parse
 from amx_sft_moe.finetune.packing import Encoded, pack
 from amx_sft_moe.finetune.results import write_text
+from amx_sft_moe.finetune.training import train
 
 DUMP = """\
 [FWD TIMER] forward_gather: 0.100 ms (total: 0.100 ms)
@@ -60,6 +62,8 @@ class TestOptions:
             ["--alpha", "nan"],
             ["--dtype", "float16"],
             ["--threads", "two"],
+            ["--base-steps", "3", "--model", "x"],  # a checkpoint's base is not trained
+            ["--cache-dir", "x"],  # nothing to convert
             ["--unknown"],
         ],
     )
@@ -68,6 +72,10 @@ class TestOptions:
             parse(arguments)
         assert raised.value.code == 2
         assert arguments[0] in capsys.readouterr().err
+
+    def test_options_that_go_together(self):
+        assert parse(["--base-steps", "3"]).base_steps == 3
+        assert parse(["--model", "x", "--cache-dir", "y"]).cache_dir == Path("y")
 
     def test_threads_are_those_of_the_environment_unless_given(self, monkeypatch):
         monkeypatch.setenv("OMP_NUM_THREADS", "7,2")
@@ -212,6 +220,36 @@ def test_compared_batches_use_each_row_once_before_any_comes_again():
     assert rows != [
         int(row[0]) for batch in comparison.batches(blocks, 3, 4, seed=2) for row in batch["input_ids"]
     ]
+
+
+class _Losses(torch.nn.Module):
+    """A language model of one parameter."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.ones(20))
+
+    def forward(self, input_ids, labels=None, position_ids=None, use_cache=None):
+        logits = self.weight.expand(*input_ids.shape, -1)
+        return CausalLMOutput(loss=self.weight.square().sum(), logits=logits)
+
+
+@pytest.mark.parametrize(("rows", "tokens"), [(2, 16), (3, 24), (6, 24)])
+def test_a_step_counts_the_tokens_that_it_saw(rows, tokens, tmp_path):
+    blocks = pack([Encoded([n] * 8, [-100] + [n] * 7) for n in range(10, 10 + rows)], 8, padding_id=1)
+    curve = train(
+        _Losses(),
+        blocks,
+        blocks,
+        title="",
+        steps=2,
+        batch_size=3,
+        learning_rate=1e-3,
+        seed=0,
+        scratch=tmp_path,
+    )
+    assert len(curve.step_seconds) == 2
+    assert curve.tokens_per_step == tokens
 
 
 def test_memory_is_what_the_control_group_leaves(tmp_path, monkeypatch, caplog):

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 from .corpus import Example
 from .errors import FinetuneError
 
 MOST_COMPLAINTS = 5  # lines named in one error
+_SURROGATE = re.compile("[\ud800-\udfff]")  # JSON's escapes can say half a pair; tokenizers take no such text
 
 
 class _UnusableError(Exception):
@@ -21,6 +23,8 @@ def _example(line: str) -> Example:
         record = json.loads(line)
     except json.JSONDecodeError as error:
         raise _UnusableError(f"not JSON: {error.msg} (column {error.colno})") from None
+    except (RecursionError, ValueError) as error:  # deep nesting, a number of thousands of digits
+        raise _UnusableError(f"cannot be read: {error}") from None
     if not isinstance(record, dict):
         raise _UnusableError(f"expected an object, found {type(record).__name__}")
     keys = {"prompt", "completion", "text"} & record.keys()
@@ -30,6 +34,8 @@ def _example(line: str) -> Example:
     for key in sorted(keys):
         if not isinstance(record[key], str):
             raise _UnusableError(f"{key!r} must be a string, found {type(record[key]).__name__}")
+        if half := _SURROGATE.search(record[key]):
+            raise _UnusableError(f"{key!r} has half a character, {half[0]!a}, at {half.start() + 1}")
     answer = "text" if "text" in keys else "completion"
     if not record[answer].strip():
         raise _UnusableError(f"{answer!r} is empty")

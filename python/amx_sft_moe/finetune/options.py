@@ -176,6 +176,10 @@ def parse(argv: list[str]) -> Options:
     """The options of a command line. Exits with argparse's message and status 2 where it is not valid."""
     command = parser()
     given = {name: value for name, value in vars(command.parse_args(argv)).items() if value is not None}
+    if "model" in given and "base_steps" in given:
+        command.error(f"--base-steps: expected no --model, whose base is not trained, got {given['model']}")
+    if "cache_dir" in given and "model" not in given:
+        command.error(f"--cache-dir: expected a --model to convert, got {given['cache_dir']} without")
     defaults = _QUICK if given["quick"] else Options()
     derived: dict[str, Any] = {"threads": default_threads()}
     if "rank" in given:

@@ -130,7 +130,8 @@ def train(
     EVALUATIONS - 1 times on the way, and after. The same arguments give the same weights, bit for
     bit. `scratch` is the Trainer's own folder; nothing is left in it.
     """
-    curve = Curve(tokens_per_step=blocks.tokens / len(blocks) * batch_size)
+    rows = min(batch_size, len(blocks))  # fewer blocks are one short batch
+    curve = Curve(tokens_per_step=blocks.tokens / len(blocks) * rows)
 
     def evaluate() -> float:
         return held_out_loss(model, held_out.tensors(), batch_size)
