@@ -9,9 +9,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from amx_sft_moe.finetune import job, model
+from amx_sft_moe import adapters
+from amx_sft_moe.errors import ArgumentError
+from amx_sft_moe.finetune import adapter, cli, job, model, stages
 from amx_sft_moe.finetune.errors import FinetuneError
-from amx_sft_moe.finetune.options import Options, parse
+from amx_sft_moe.finetune.options import OURS, Options, parse
 from amx_sft_moe.finetune.tokenizer import train_tokenizer
 from checkpoint_folders import E, H, I, K, edit_config, make, write
 
@@ -104,3 +106,57 @@ def test_damage_is_said_before_anything_is_trained(tmp_path):
     shard.unlink()
     with pytest.raises(FinetuneError, match=rf"--model .*, got no {shard.name}"):
         job.run(options(tmp_path, folder))
+
+
+def test_a_second_run_keeps_what_is_not_its_own(tmp_path, capsys):
+    wanted = options(tmp_path, checkpoint(tmp_path / "checkpoint", "mixtral"))
+    kept = tmp_path / "out" / "adapter"
+    job.run(wanted)
+    assert "is replaced" not in capsys.readouterr().out
+    (kept / "runs").mkdir()
+    for name in ("README.md", "runs/log.txt"):
+        (kept / name).write_text("mine")
+    first = (kept / "adapter_model.safetensors").read_bytes()
+    job.run(replace(wanted, seed=1))
+    assert "is replaced once the new one is trained" in capsys.readouterr().out
+    assert (kept / "adapter_model.safetensors").read_bytes() != first
+    assert (kept / "README.md").read_text() == (kept / "runs" / "log.txt").read_text() == "mine"
+
+
+def test_an_adapter_that_is_not_read_back_is_reported(tmp_path, monkeypatch, capsys):
+    wanted = replace(options(tmp_path, checkpoint(tmp_path / "checkpoint", "mixtral")), compare_steps=1)
+
+    def killed(*arguments):
+        raise FinetuneError("stock PEFT could not read a: killed by SIGKILL\nits last words")
+
+    monkeypatch.setattr(stages.adapter, "stock_loss", killed)
+    monkeypatch.setattr(cli, "parse", lambda argv: wanted)
+    assert cli.main([]) == 1
+    said = capsys.readouterr()
+    assert "error: stock PEFT could not read a: killed by SIGKILL\nits last words" in said.err
+    assert "Done in" in said.out
+    metrics = json.loads((tmp_path / "out" / "metrics.json").read_text())
+    assert metrics["adapter"]["stock_loss"] is None
+    assert metrics["adapter"]["stock_error"].startswith("stock PEFT could not read a")
+    assert len(metrics["comparison"]) == 2
+    report = (tmp_path / "out" / "report.md").read_text()
+    assert "its last words" in report
+    assert "failed" in report
+
+
+def test_an_adapter_saved_fused_leaves_the_users_own_card(tmp_path, monkeypatch):
+    def refused(*arguments):
+        raise ArgumentError("model: expected what this layout can say, got something else")
+
+    monkeypatch.setattr(adapters, "save_per_expert", refused)
+    wanted = options(tmp_path, checkpoint(tmp_path / "checkpoint", "mixtral"))
+    bare = model.load_model(wanted.model, torch.bfloat16, OURS)
+    adapted = model.add_adapter(bare, 2, 4.0, 0)
+    folder = tmp_path / "written"
+    folder.mkdir()
+    place = tmp_path / "where it will lie"
+    reason = adapter.save_adapter(adapted, model.load_tokenizer(wanted.model), folder, place)
+    assert reason.endswith("got something else")
+    assert not (folder / "README.md").exists()
+    assert json.loads((folder / "adapter_config.json").read_text())["base_model_name_or_path"] == str(place)
+    assert {"adapter_model.safetensors", "tokenizer.json"} <= {path.name for path in folder.iterdir()}

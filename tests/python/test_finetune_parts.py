@@ -9,10 +9,10 @@ import pytest
 import torch
 from transformers.modeling_outputs import CausalLMOutput
 
-from amx_sft_moe.finetune import comparison, hook, model, tables
-from amx_sft_moe.finetune.adapter import whole_folder
+from amx_sft_moe.finetune import adapter, comparison, hook, model, tables
 from amx_sft_moe.finetune.clock import ExpertClock
 from amx_sft_moe.finetune.comparison import Lane
+from amx_sft_moe.finetune.errors import FinetuneError
 from amx_sft_moe.finetune.options import Options, parse
 from amx_sft_moe.finetune.packing import Encoded, pack
 from amx_sft_moe.finetune.results import write_text
@@ -88,47 +88,13 @@ class TestOptions:
         assert values["shape"]["experts"] == Options().shape.experts
 
 
-class TestWholeFolder:
-    def test_it_appears_at_the_end(self, tmp_path):
-        folder = tmp_path / "deep" / "adapter"
-        with whole_folder(folder) as partial:
-            (partial / "file").write_text("new")
-            assert not folder.exists()
-        assert (folder / "file").read_text() == "new"
-        assert [path.name for path in folder.parent.iterdir()] == ["adapter"]
-
-    @pytest.mark.parametrize("interruption", [KeyboardInterrupt, RuntimeError])
-    def test_what_was_there_survives_an_interruption(self, tmp_path, interruption):
-        folder = tmp_path / "adapter"
-        folder.mkdir()
-        (folder / "file").write_text("old")
-
-        def write_half():
-            with whole_folder(folder) as partial:
-                (partial / "file").write_text("half")
-                raise interruption
-
-        with pytest.raises(interruption):
-            write_half()
-        assert (folder / "file").read_text() == "old"
-        assert [path.name for path in tmp_path.iterdir()] == ["adapter"]
-
-    def test_it_replaces_what_was_there(self, tmp_path):
-        folder = tmp_path / "adapter"
-        folder.mkdir()
-        (folder / "left over").write_text("old")
-        with whole_folder(folder) as partial:
-            (partial / "file").write_text("new")
-        assert [path.name for path in folder.iterdir()] == ["file"]
-        assert [path.name for path in tmp_path.iterdir()] == ["adapter"]
-
-    def test_text_is_written_whole(self, tmp_path):
-        write_text(tmp_path / "report.md", "text\n")
-        assert [path.name for path in tmp_path.iterdir()] == ["report.md"]
-        with pytest.raises(UnicodeEncodeError):
-            write_text(tmp_path / "report.md", "half \udc00")
-        assert (tmp_path / "report.md").read_text() == "text\n"
-        assert [path.name for path in tmp_path.iterdir()] == ["report.md"]
+def test_text_is_written_whole(tmp_path):
+    write_text(tmp_path / "report.md", "text\n")
+    assert [path.name for path in tmp_path.iterdir()] == ["report.md"]
+    with pytest.raises(UnicodeEncodeError):
+        write_text(tmp_path / "report.md", "half \udc00")
+    assert (tmp_path / "report.md").read_text() == "text\n"
+    assert [path.name for path in tmp_path.iterdir()] == ["report.md"]
 
 
 class TestDump:
@@ -250,6 +216,23 @@ def test_a_step_counts_the_tokens_that_it_saw(rows, tokens, tmp_path):
     )
     assert len(curve.step_seconds) == 2
     assert curve.tokens_per_step == tokens
+
+
+@pytest.mark.parametrize(
+    ("code", "message"),
+    [
+        ("import os; os.kill(os.getpid(), 9)", "killed by SIGKILL, as a system does where memory runs out$"),
+        ("import os; os.kill(os.getpid(), 11)", "killed by SIGSEGV"),
+        ("import os; os.kill(os.getpid(), 40)", "killed by signal 40"),
+        ("raise SystemExit('none of my formats')", "exit status 1\nnone of my formats$"),
+    ],
+)
+def test_how_the_reading_process_ended_is_said(code, message, tmp_path, monkeypatch):
+    (tmp_path / "reads.py").write_text(code)
+    monkeypatch.setattr(adapter.held_out, "__file__", str(tmp_path / "reads.py"))
+    blocks = pack([Encoded([3] * 8, [3] * 8)], 8, padding_id=1)
+    with pytest.raises(FinetuneError, match=f"stock PEFT could not read here/adapter: {message}"):
+        adapter.stock_loss(Path("base"), Path("here/adapter"), blocks, torch.float32, 1, 1, tmp_path)
 
 
 def test_memory_is_what_the_control_group_leaves(tmp_path, monkeypatch, caplog):

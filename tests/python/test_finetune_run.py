@@ -76,6 +76,10 @@ def test_it_leaves_exactly_what_it_says(made):
     )
     assert {"config.json", "model.safetensors", "tokenizer.json"} <= files(made.output / "base-model")
     assert (made.output / "finetune.png").read_bytes().startswith(b"\x89PNG")
+    config = json.loads((made.output / "adapter" / "adapter_config.json").read_text())
+    assert config["base_model_name_or_path"] == str(
+        Path("finetune-output", "base-model")
+    )  # not where it was made
 
 
 def test_nothing_but_progress_is_on_standard_error(made):

@@ -7,6 +7,7 @@
     packing                token blocks [N, L], with labels only where the loss counts
     model                  a small Qwen3-MoE, or the user's checkpoint; LoRA on its experts and attention
     training, held_out     the HF Trainer with one progress bar; the loss on text that no step has seen
+    output                 the folder of the run; adapter and base come to lie in it together
     adapter                the adapter on disk, per expert, and its loss under stock PEFT
     clock, comparison      the same steps with torch's grouped_mm beside ours, and the experts' share of each
     hook                   the operator behind transformers, and where the time of a backward goes

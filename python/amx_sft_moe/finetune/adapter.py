@@ -1,14 +1,12 @@
-"""The adapter on disk: written as a whole or not at all, and read back by stock PEFT."""
+"""The adapter on disk: written in PEFT's format, and read back by stock PEFT."""
 
 from __future__ import annotations
 
 import json
 import os
-import shutil
+import signal
 import subprocess
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 import torch
@@ -16,6 +14,7 @@ from peft import PeftModel
 from safetensors.torch import save_file
 from transformers import PreTrainedTokenizerBase
 
+from amx_sft_moe.adapters.files import CONFIG, read_json, save_json
 from amx_sft_moe.errors import ArgumentError
 
 from . import held_out
@@ -23,36 +22,9 @@ from .errors import FinetuneError
 from .packing import TokenBlocks
 
 
-@contextmanager
-def whole_folder(folder: Path) -> Iterator[Path]:
-    """A folder to write into: becomes `folder` when the context ends well, disappears when it does not.
-
-    An interrupt or an error leaves what was at `folder` before, if anything. The folders have one parent, so
-    the last step is a rename.
-    """
-    parent = folder.parent
-    parent.mkdir(parents=True, exist_ok=True)
-    partial = parent / f".{folder.name}.{os.getpid()}.partial"
-    replaced = parent / f".{folder.name}.{os.getpid()}.replaced"
-    shutil.rmtree(partial, ignore_errors=True)
-    partial.mkdir()
-    try:
-        yield partial
-        if folder.exists():
-            folder.rename(replaced)
-        try:
-            partial.rename(folder)
-        except BaseException:
-            if replaced.exists():
-                replaced.rename(folder)
-            raise
-    finally:
-        shutil.rmtree(partial, ignore_errors=True)
-        shutil.rmtree(replaced, ignore_errors=True)
-
-
-def save_adapter(model: PeftModel, tokenizer: PreTrainedTokenizerBase, folder: Path) -> str:
-    """Writes the adapter in PEFT's format, a pair of factors per expert and projection, and the tokenizer.
+def save_adapter(model: PeftModel, tokenizer: PreTrainedTokenizerBase, folder: Path, base: Path) -> str:
+    """Writes the adapter in PEFT's format, a pair of factors per expert and projection, and the tokenizer, into
+    an empty folder. `base` is where its model will lie, which may not be where it was loaded from.
 
     Where that form cannot hold the adapter it is written fused, as PEFT itself does it, and the reason is
     returned.
@@ -60,13 +32,15 @@ def save_adapter(model: PeftModel, tokenizer: PreTrainedTokenizerBase, folder: P
     from amx_sft_moe.adapters import save_per_expert
 
     reason = ""
-    with whole_folder(folder) as partial:
-        try:
-            save_per_expert(model, partial)
-        except ArgumentError as error:
-            reason = str(error)
-            model.save_pretrained(partial)
-        tokenizer.save_pretrained(partial)
+    try:
+        save_per_expert(model, folder)
+    except ArgumentError as error:
+        reason = str(error)
+        model.save_pretrained(folder)
+        (folder / "README.md").unlink(missing_ok=True)  # an empty form, which would replace the user's own
+    config = read_json(folder / CONFIG)
+    save_json({**config, "base_model_name_or_path": str(base)}, folder / CONFIG)
+    tokenizer.save_pretrained(folder)
     return reason
 
 
@@ -82,7 +56,7 @@ def stock_loss(
     """Held-out loss of the adapter on a fresh base, nats per token, as transformers and PEFT alone find it.
 
     Runs in a process of its own, into which this package is not imported. `scratch` is a folder for the token
-    blocks. Raises FinetuneError with the end of the process's own words if it fails.
+    blocks. Raises FinetuneError with how the process ended and the last of its own words if it fails.
     """
     tokens = scratch / "held-out.safetensors"
     save_file({name: tensor.contiguous() for name, tensor in blocks.tensors().items()}, tokens)
@@ -100,5 +74,18 @@ def stock_loss(
     arguments = [str(part) for part in command]
     done = subprocess.run(arguments, check=False, capture_output=True, text=True, env=environment)
     if done.returncode != 0:
-        raise FinetuneError(f"stock PEFT could not load {adapter}:\n{done.stderr.strip()[-2000:]}")
+        words = f"{_ending(done.returncode)}\n{done.stderr.strip()[-2000:]}".rstrip()
+        raise FinetuneError(f"stock PEFT could not read {adapter}: {words}")
     return float(json.loads(done.stdout.strip().splitlines()[-1])["loss"])
+
+
+def _ending(returncode: int) -> str:
+    """How a process ended that did not end well."""
+    if returncode >= 0:
+        return f"exit status {returncode}"
+    if returncode == -signal.SIGKILL:
+        return "killed by SIGKILL, as a system does where memory runs out"
+    try:
+        return f"killed by {signal.Signals(-returncode).name}"
+    except ValueError:  # of the real-time signals only two have a name
+        return f"killed by signal {-returncode}"

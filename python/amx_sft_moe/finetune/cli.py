@@ -33,18 +33,22 @@ def _quiet_libraries() -> None:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Exit status: 0 done, 1 the user can mend it (standard error says what), 2 wrong options, 130 Ctrl-C."""
+    """Exit status: 0 done; 1 the user can mend it, or all is written but stock PEFT could not read the adapter
+    (standard error says what); 2 wrong options; 130 Ctrl-C."""
     options = parse(list(sys.argv[1:] if argv is None else argv))
     _prepare_environment()
     try:
         from . import job  # imports torch and transformers
 
         _quiet_libraries()
-        job.run(options)
-    except FinetuneError as error:
+        found = job.run(options)
+    except (FinetuneError, OSError) as error:  # OSError: a disk that fills up, a file that disappears
         sys.stderr.write(f"\nerror: {error}\n")
         return 1
     except KeyboardInterrupt:
         sys.stderr.write("\ninterrupted; what was not finished is not on disk\n")
         return 130
+    if found.adapter.stock_error:
+        sys.stderr.write(f"\nerror: {found.adapter.stock_error}\n")
+        return 1
     return 0

@@ -10,13 +10,13 @@ from pathlib import Path
 
 import torch
 
-from . import comparison, hook, model, report, results, stages
+from amx_sft_moe.adapters.files import CONFIG
+
+from . import comparison, hook, model, output, report, results, stages
 from .options import Options
 from .plot import draw
 from .stages import Adapted, Base, Text, Tokens
 from .terminal import Terminal
-
-PICTURE = "finetune.png"
 
 
 def run(options: Options) -> results.Results:
@@ -31,17 +31,23 @@ def run(options: Options) -> results.Results:
     for label, value in environment.items():
         say.fact(label, value)
 
-    with tempfile.TemporaryDirectory(prefix="amx-sft-moe-") as folder:
+    with (
+        tempfile.TemporaryDirectory(prefix="amx-sft-moe-") as folder,
+        output.opened(options.output, with_base=options.model is None) as out,
+    ):
         scratch = Path(folder)
+        if (options.output / output.ADAPTER / CONFIG).exists():
+            say.fact("beware", f"the adapter in {options.output} is replaced once the new one is trained")
         with say.stage("Text"):
             text = stages.read_text(options, say)
         with say.stage("Base model" if options.model is None else f"Base model {options.model}"):
-            base = stages.base_model(options, text, scratch, say)
+            base = stages.base_model(options, text, out, scratch, say)
         with say.stage("LoRA on experts and attention, the experts in amx_sft_moe"):
             tokens = stages.examples_as_tokens(options, text, base.tokenizer, say)
             adapted = stages.train_adapter(options, base, tokens, scratch, say)
         with say.stage("The adapter, per expert, read back by stock PEFT"):
-            saved = stages.save(options, base, adapted, tokens, scratch, say)
+            base = stages.keep(out, base, adapted, say)
+            saved = stages.read_back(options, base, adapted, tokens, scratch, say)
         count = max(options.compare_steps, 1)
         batches = comparison.batches(tokens.training, count, options.batch_size, options.seed)
         lanes = None
@@ -63,7 +69,8 @@ def run(options: Options) -> results.Results:
         adapter=saved,
         seconds=dict(say.seconds),
     )
-    _write(found, options.output)
+    with out.writing():
+        _write(found, options.output)
     _summary(found, say)
     return found
 
@@ -107,25 +114,25 @@ def _model(options: Options, adapted: Adapted) -> results.Model:
     )
 
 
-def _write(found: results.Results, output: Path) -> None:
-    results.write_metrics(found, output / "metrics.json")
-    results.write_text(output / "backward-times.txt", found.backward.text + "\n")
-    draw(found, output / PICTURE)
-    report.write_report(found, output / "report.md", PICTURE)
+def _write(found: results.Results, folder: Path) -> None:
+    results.write_metrics(found, folder / output.METRICS)
+    results.write_text(folder / output.TIMES, found.backward.text + "\n")
+    draw(found, folder / output.PICTURE)
+    report.write_report(found, folder / output.REPORT, output.PICTURE)
 
 
 def _summary(found: results.Results, say: Terminal) -> None:
     """What one wants to have seen at the end, and where the rest is."""
     say.table(report.loss_table(found))
     say.table(report.adapter_table(found))
-    files = {"adapter/": "the adapter, for PEFT and for servers"}
+    files = {f"{output.ADAPTER}/": "the adapter, for PEFT and for servers"}
     if found.base is not None:
-        files["base-model/"] = "the model that it belongs to, with its tokenizer"
+        files[f"{output.BASE}/"] = "the model that it belongs to, with its tokenizer"
     files |= {
-        "report.md": "this run in words, tables and a picture",
-        PICTURE: "the picture",
-        "metrics.json": "every number",
-        "backward-times.txt": "the timing dump",
+        output.REPORT: "this run in words, tables and a picture",
+        output.PICTURE: "the picture",
+        output.METRICS: "every number",
+        output.TIMES: "the timing dump",
     }
     say.line(f"\nDone in {say.total()}. In {found.options.output}{os.sep}:")
     for name, meaning in files.items():

@@ -64,6 +64,8 @@ def adapter_table(results: Results) -> Table:
     rows: list[Row] = [("in training, experts in amx_sft_moe", loss(results.adapter.loss))]
     if results.adapter.stock_loss is not None:
         rows.append(("read back by stock PEFT, experts in grouped_mm", loss(results.adapter.stock_loss)))
+    elif results.adapter.stock_error:
+        rows.append(("read back by stock PEFT", "failed"))
     return ("held-out loss of the adapter", "loss"), rows
 
 
@@ -116,6 +118,7 @@ def markdown(results: Results, picture: str) -> str:
         "## The adapter",
         written,
         markdown_table(*adapter_table(results)),
+        *([f"```\n{results.adapter.stock_error}\n```"] if results.adapter.stock_error else []),
         f"```python\n{LOADING.format(base=results.options.model or 'base-model')}```",
         "## Time",
         markdown_table(

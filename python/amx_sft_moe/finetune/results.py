@@ -52,7 +52,10 @@ class Adapter:
 
     bytes: int
     loss: float  # in this process, experts in the operator
-    stock_loss: float | None  # a fresh process, stock transformers and PEFT; None: no memory for it
+    stock_loss: (
+        float | None
+    )  # a fresh process, stock transformers and PEFT; None: no memory for it, or it failed
+    stock_error: str = ""  # why it failed
 
 
 @dataclass

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TypeVar
 
@@ -13,8 +13,10 @@ from transformers import PreTrainedTokenizerBase
 
 from . import adapter, comparison, corpus, hook, jsonl, model, packing, report, results
 from .corpus import Document, Example
+from .errors import FinetuneError
 from .model import Trained
 from .options import OURS, TORCH_GROUPED, Options
+from .output import ADAPTER, BASE, Output
 from .packing import TokenBlocks
 from .tables import loss
 from .terminal import Terminal
@@ -40,7 +42,8 @@ class Text:
 class Base:
     """The checkpoint that the adapter belongs to; tokens and curve where it was trained here."""
 
-    folder: Path
+    folder: Path  # where it lies now
+    place: Path  # where it will lie once it is kept
     tokenizer: PreTrainedTokenizerBase
     prose: tuple[TokenBlocks, TokenBlocks] | None = None
     curve: Curve | None = None
@@ -89,10 +92,11 @@ def read_text(options: Options, say: Terminal) -> Text:
     return Text(prose, split, origin)
 
 
-def base_model(options: Options, text: Text, scratch: Path, say: Terminal) -> Base:
+def base_model(options: Options, text: Text, out: Output, scratch: Path, say: Terminal) -> Base:
     """The user's checkpoint, or a model made, trained on the prose and written here."""
     if options.model is not None:
-        return Base(options.model, model.load_tokenizer(options.model))
+        return Base(options.model, options.model, model.load_tokenizer(options.model))
+    assert out.base is not None
     texts = [document.text for document in text.prose[0]]
     texts += [example.prompt + example.completion for example in text.examples[0]]
     tokenizer = train_tokenizer(texts, options.shape.vocabulary, options.sequence_length)
@@ -116,10 +120,9 @@ def base_model(options: Options, text: Text, scratch: Path, say: Terminal) -> Ba
         scratch=scratch,
     )
     _say_curve(say, curve)
-    folder = options.output / "base-model"
-    with adapter.whole_folder(folder) as partial:
-        model.save_base(made, tokenizer, getattr(torch, options.dtype), partial)
-    return Base(folder, tokenizer, (training, held_out), curve)
+    with out.writing():
+        model.save_base(made, tokenizer, getattr(torch, options.dtype), out.base)
+    return Base(out.base, out.folder / BASE, tokenizer, (training, held_out), curve)
 
 
 def examples_as_tokens(
@@ -146,7 +149,7 @@ def train_adapter(options: Options, base: Base, tokens: Tokens, scratch: Path, s
     """LoRA through the Trainer, the experts in our operator."""
     bare = model.load_model(base.folder, getattr(torch, options.dtype), OURS, options.cache_dir)
     if gigabytes := model.mapped_gigabytes(bare):
-        say.fact("mapped", f"{gigabytes:.3f} GB of experts, used as they lie in {base.folder}")
+        say.fact("mapped", f"{gigabytes:.3f} GB of experts, used as they lie in {base.place}")
     adapted = model.add_adapter(bare, options.rank, options.alpha, options.seed)
     trained = model.trained_parameters(adapted)
     experts = f"{trained.experts:,} parameters on the experts of {trained.layers} layers"
@@ -168,26 +171,38 @@ def train_adapter(options: Options, base: Base, tokens: Tokens, scratch: Path, s
     return Adapted(adapted, start, trained, curve)
 
 
-def save(
+def keep(out: Output, base: Base, adapted: Adapted, say: Terminal) -> Base:
+    """Writes the adapter, and puts it and the base where they stay; returns the base there."""
+    with out.writing():
+        reason = adapter.save_adapter(adapted.model, base.tokenizer, out.adapter, base.place)
+    if reason:
+        say.fact("form", f"fused, as PEFT writes it; not per expert: {reason}")
+    out.keep()
+    return replace(base, folder=base.place)
+
+
+def read_back(
     options: Options, base: Base, adapted: Adapted, tokens: Tokens, scratch: Path, say: Terminal
 ) -> results.Adapter:
-    """Writes the adapter and has stock PEFT read it back, where memory is left for a second model."""
-    folder = options.output / "adapter"
-    if reason := adapter.save_adapter(adapted.model, base.tokenizer, folder):
-        say.fact("form", f"fused, as PEFT writes it; not per expert: {reason}")
+    """Has stock PEFT read the adapter, where memory is left for a second model; failing is a result too."""
+    folder = options.output / ADAPTER
+    size = sum(file.stat().st_size for file in folder.glob("adapter_model*"))
     here = adapted.curve.held_out[-1][1]
-    stock = None
-    if model.room_for_copies(adapted.model):
-        dtype = getattr(torch, options.dtype)
+    if not model.room_for_copies(adapted.model):
+        say.fact("held-out loss", f"{loss(here)} here; not read back, memory is short for a second model")
+        return results.Adapter(size, here, None)
+    dtype = getattr(torch, options.dtype)
+    try:
         stock = adapter.stock_loss(
             base.folder, folder, tokens.held_out, dtype, options.batch_size, options.threads, scratch
         )
-        say.fact("held-out loss", f"{loss(here)} here, {loss(stock)} in stock PEFT on a fresh base")
-        if abs(stock - here) > SAME_LOSS:
-            say.fact("beware", "stock PEFT does not get the same model out of this adapter")
-    else:
-        say.fact("held-out loss", f"{loss(here)} here; not read back, memory is short for a second model")
-    return results.Adapter(sum(file.stat().st_size for file in folder.glob("adapter_model*")), here, stock)
+    except FinetuneError as error:
+        say.fact("held-out loss", f"{loss(here)} here; {str(error).splitlines()[0]}")
+        return results.Adapter(size, here, None, str(error))
+    say.fact("held-out loss", f"{loss(here)} here, {loss(stock)} in stock PEFT on a fresh base")
+    if abs(stock - here) > SAME_LOSS:
+        say.fact("beware", "stock PEFT does not get the same model out of this adapter")
+    return results.Adapter(size, here, stock)
 
 
 def compare(

@@ -1,0 +1,102 @@
+"""The folder of a run: tried before anything is trained; adapter and base come to lie in it together."""
+
+from __future__ import annotations
+
+import signal
+import tempfile
+import threading
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from safetensors import SafetensorError
+
+from amx_sft_moe.adapters.files import ADAPTER_FILES, replaced_directory, sync
+from amx_sft_moe.errors import ArgumentError
+
+from .errors import FinetuneError
+
+ADAPTER, BASE = "adapter", "base-model"
+REPORT, PICTURE, METRICS, TIMES = "report.md", "finetune.png", "metrics.json", "backward-times.txt"
+REPORTS = (REPORT, PICTURE, METRICS, TIMES)
+
+# Go even where this run writes none: another tokenizer's template would be taken for this one's.
+_TOKENIZER = (
+    "tokenizer.json",
+    "tokenizer.model",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "chat_template.jinja",
+    "chat_template.json",
+    "additional_chat_templates",
+)
+_MODEL = ("config.json", "generation_config.json", "model.safetensors", "model.safetensors.index.json")
+
+
+@dataclass(frozen=True)
+class Output:
+    """Until `keep`, `adapter` and `base` are folders aside, to write into; what else lies in the two stays."""
+
+    folder: Path
+    adapter: Path
+    base: Path | None  # None: none is made
+    _begun: ExitStack
+
+    @contextmanager
+    def writing(self) -> Iterator[None]:
+        """Turns a full disk and its like into a FinetuneError; safetensors has an error of its own for them."""
+        try:
+            yield
+        except (OSError, SafetensorError) as error:
+            raise FinetuneError(f"--output {self.folder}: {error}") from error
+
+    def keep(self) -> None:
+        """Puts adapter and base in their places. Reports of a run before go: they tell of another adapter."""
+        with self.writing(), _undisturbed():
+            for folder in filter(None, (self.adapter, self.base)):
+                for file in filter(Path.is_file, folder.iterdir()):
+                    sync(file)
+            self._begun.close()
+            for name in REPORTS:
+                (self.folder / name).unlink(missing_ok=True)
+
+
+@contextmanager
+def opened(folder: Path, with_base: bool) -> Iterator[Output]:
+    """The folder of a run, made if need be; what is in it stays as it was until `Output.keep`.
+
+    Raises FinetuneError where it cannot be written: after hours of training that would be late.
+    """
+    with ExitStack() as begun:
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            with tempfile.NamedTemporaryFile(dir=folder, prefix=".probe-"):
+                pass
+            for name in REPORTS:
+                if (folder / name).is_dir():
+                    raise ArgumentError(f"{name}: expected a file, got a directory")
+            adapter = begun.enter_context(replaced_directory(folder / ADAPTER, (*ADAPTER_FILES, *_TOKENIZER)))
+            base = None
+            if with_base:
+                base = begun.enter_context(replaced_directory(folder / BASE, (*_MODEL, *_TOKENIZER)))
+        except (ArgumentError, OSError) as error:
+            raise FinetuneError(f"--output {folder}: expected a folder to write into, got {error}") from error
+        yield Output(folder, adapter, base, begun)
+
+
+@contextmanager
+def _undisturbed() -> Iterator[None]:
+    """Ctrl-C waits for the end of the block: half of two folders would be a base beside another's adapter."""
+    if threading.current_thread() is not threading.main_thread():  # only that one is interrupted
+        yield
+        return
+    came: list[int] = []
+    before = signal.signal(signal.SIGINT, lambda number, frame: came.append(number))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before or signal.SIG_DFL)
+        if came:
+            signal.raise_signal(signal.SIGINT)
