@@ -7,7 +7,7 @@ and sample deviation of durations. Shares are of the sum of what is listed, not 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from .libraries import pandas
@@ -29,7 +29,6 @@ class Report:
     times: tuple[str, ...] = ()
     note: str = ""
     trace: bool = False  # one row per range: long, and only written when it is asked for
-    shares: tuple[str, ...] = field(default=())  # columns in percent
 
 
 _SUM_TIMES = ("Total Time", "Avg", "Med", "Min", "Max", "StdDev")

@@ -153,7 +153,6 @@ class Timeline:
     notes: list[str] = field(default_factory=list)  # what was left out, laid out or assumed
     limits: dict[str, float] = field(default_factory=dict)  # peak_gflops, bandwidth_gbs where known
     thread_names: dict[tuple[int, int], str] = field(default_factory=dict)
-    process_names: dict[int, str] = field(default_factory=dict)
     laid_out: bool = False  # positions of phases inside their regions are not measured
 
     def thread_label(self, process: int, thread: int) -> str:
@@ -177,7 +176,6 @@ class Collector:
         self.limits: dict[str, float] = {}
         self.notes: list[str] = []
         self.thread_names: dict[tuple[int, int], str] = {}
-        self.process_names: dict[int, str] = {}
         self.laid_out = False
         self.left_out = 0  # ranges beyond the bound
         self._kept = 0
@@ -229,7 +227,6 @@ class Collector:
             self.notes,
             self.limits,
             self.thread_names,
-            self.process_names,
             self.laid_out,
         )
 
@@ -268,7 +265,6 @@ def concatenate(parts: list[Timeline]) -> Timeline:
         [note for part in parts for note in part.notes],
         limits,
         {key: name for part in parts for key, name in part.thread_names.items()},
-        {key: name for part in parts for key, name in part.process_names.items()},
         any(part.laid_out for part in parts),
     )
 

@@ -54,13 +54,11 @@ class _Names:
 
     def metadata(self, event: dict[str, Any]) -> None:
         name = event.get("args", {}).get("name")
-        if not isinstance(name, str):
+        if not isinstance(name, str) or event["name"] != "thread_name":
             return
-        process = self.number(event.get("pid", 0))
-        if event["name"] == "process_name":
-            self._into.process_names[process] = name[:100]
-        elif event["name"] == "thread_name" and len(self._into.thread_names) < _MOST_OPEN:
-            self._into.thread_names[process, self.number(event.get("tid", 0))] = name[:100]
+        if len(self._into.thread_names) < _MOST_OPEN:
+            process, thread = self.number(event.get("pid", 0)), self.number(event.get("tid", 0))
+            self._into.thread_names[process, thread] = name[:100]
 
 
 def _nanoseconds(value: Any) -> int:
