@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import io
 import json
+import re
 import subprocess
 import sys
 
@@ -111,6 +112,38 @@ class TestReports:
         status, _, err = run(capsys, path, "--measure")
         assert status == 1
         assert "expected a kernel out of ['portable'] on this machine, got 'avx512'" in err
+
+    @pytest.mark.parametrize("dropped", ["thread_name", "phase"])
+    @pytest.mark.parametrize("options", [[], ["--filter-thread", "0"], ["--max-ranges", "5"]])
+    def test_measured_with_the_threads_of_a_trace(self, capsys, tmp_path, monkeypatch, dropped, options):
+        """Its passes do not say how many they had: its names of threads do, and so do its phases."""
+        asked = []
+        monkeypatch.setattr(
+            "amx_sft_moe._core.measure_machine",
+            lambda threads, _: asked.append(threads) or {"kernels": {"avx512": 321.0}, "bandwidth": 12.5},
+        )
+        events = [
+            event
+            for caller in (0, 77_000)
+            for event in timelines.events(timelines.records(2, 5), caller)
+            if dropped not in (event["name"], event.get("cat"))
+        ]
+        path = tmp_path / "trace.json"
+        path.write_text(json.dumps(events))
+        status, out, err = run(capsys, path, "-r", "configuration", "--measure", *options)
+        assert (status, asked) == (0, [5])
+        assert "measured on this machine now, 5 threads" in err
+        assert re.search(r"threads +5\n", out)
+
+    def test_a_trace_without_threads_is_not_judged(self, capsys, tmp_path, monkeypatch):
+        monkeypatch.setattr("amx_sft_moe._core.measure_machine", lambda *_: pytest.fail("measured"))
+        path = tmp_path / "trace.json"
+        events = timelines.events(timelines.records(2, 5))
+        path.write_text(json.dumps([event for event in events if event.get("cat") in ("step", "group")]))
+        status, out, err = run(capsys, path, "-r", "key_figures", "--measure")
+        assert status == 0
+        assert "4 of 4 passes do not tell how many threads they had; nothing was measured" in err
+        assert "yes" not in out
 
     def test_options_reach_the_analysis(self, capsys, path):
         both = rows(capsys, path, "-r", "overlap", "--overlap", "gemm", "kind:group")

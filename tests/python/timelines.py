@@ -209,7 +209,8 @@ def events(passes: Iterable[dict[str, Any]], caller: int = 0) -> Iterator[dict[s
             "args": args,
         }
 
-    for thread in range(2):
+    passes = list(passes)
+    for thread in range(max((record["threads"] for record in passes), default=0)):
         name = {"name": f"thread {thread}"}
         yield {"ph": "M", "name": "thread_name", "pid": 123, "tid": caller + thread, "args": name}
     for record in passes:

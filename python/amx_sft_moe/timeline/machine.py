@@ -13,7 +13,8 @@ def measure_limits(timeline: Timeline) -> None:
     """Sets ``peak_gflops`` of the recorded kernel's instruction and ``bandwidth_gbs`` of reads, as this machine
     has them now, with as many threads as the recorded passes.
 
-    True for what was recorded on this machine; takes about a second and 1 GiB.
+    True for what was recorded on this machine; takes about a second and 1 GiB. Passes that do not tell how many
+    threads they had are not judged: a note says so.
 
     Raises:
         TimelineError: the passes name no kernel of ours, or several.
@@ -24,7 +25,15 @@ def measure_limits(timeline: Timeline) -> None:
     kernels = sorted({str(kernel) for kernel in passes["kernel"]} - {""})
     if len(kernels) != 1:
         raise TimelineError(f"--measure: expected passes of one kernel, got {kernels or 'none'}")
-    threads = max(1, int(passes["threads"].max()))
+    counts = passes.loc[passes["kernel"] == kernels[0], "threads"]
+    unknown = int((counts < 1).sum())
+    if unknown:
+        timeline.notes.append(
+            f"--measure: {unknown:,} of {len(counts):,} passes do not tell how many threads they had; nothing was "
+            "measured (--peak-gflops and --bandwidth set limits)"
+        )
+        return
+    threads = int(counts.max())
     machine = _core.measure_machine(threads, _BANDWIDTH_BYTES)
     if kernels[0] not in machine["kernels"]:
         raise TimelineError(

@@ -116,6 +116,10 @@ class Columns:
         for append, value in zip(self._append, values, strict=True):
             append(value)
 
+    def put(self, column: str, row: int, value: float) -> None:
+        """A number that became known after its row was added."""
+        self._arrays[column][row] = value
+
     def frame(self) -> pd.DataFrame:
         """The table; strings become categories."""
         pd = pandas()

@@ -79,6 +79,8 @@ class _Reader:
         self._names = _Names(into)
         self._open: dict[tuple[Any, ...], list[tuple[int, dict[str, Any]]]] = {}
         self._open_count = 0
+        self._teams: dict[tuple[int, int], set[int]] = {}  # threads by process and lane
+        self._team_of_pass: list[set[int]] = []
         self.bad = 0
 
     def _range(self, event: dict[str, Any], begin: int, end: int, kind: str | None = None) -> None:
@@ -92,17 +94,37 @@ class _Reader:
         args = event.get("args")
         args = args if isinstance(args, dict) else {}
         kind = kind or _KINDS.get(category, "range")
+        if kind == "phase":  # before any filter: the team is that of the whole file
+            self._team(process, thread).add(thread % LANE)
         if kind == "step":
             name = category = step_kind(name)  # the layer is in the arguments
         elif kind == "group" and thread % LANE:
             kind = "member"  # a thread's part of a group, of which the caller's is the whole
         layer, flop, size = text_of(args.get("layer", "")), _amount(args, "flop"), _amount(args, "bytes")
         if kind == "step":
-            self._pass(category, layer, process, begin, end, args)
+            self._pass(category, layer, process, thread, begin, end, args)
         if self._filters.keeps(name, thread, begin, end):
             self._into.add_range(kind, name, category, process, thread, begin, end, UNKNOWN, layer, flop, size)
 
-    def _pass(self, step: str, layer: str, process: int, begin: int, end: int, args: dict[str, Any]) -> None:
+    def _team(self, process: int, thread: int) -> set[int]:
+        """The threads of one caller, numbered from 0."""
+        if len(self._teams) >= _MOST_OPEN:
+            return self._teams.get((process, thread // LANE), set())
+        return self._teams.setdefault((process, thread // LANE), set())
+
+    def count_threads(self) -> None:
+        """Gives the passes the size of their team: no event says it, but our traces name each of its threads,
+        and each that works has phases. Left unknown where there is neither."""
+        for (process, thread), name in self._into.thread_names.items():
+            if name.removesuffix(" of another caller") == f"thread {thread % LANE}":
+                self._team(process, thread).add(thread % LANE)
+        for row, team in enumerate(self._team_of_pass):
+            if team:
+                self._into.passes.put("threads", row, len(team))
+
+    def _pass(
+        self, step: str, layer: str, process: int, thread: int, begin: int, end: int, args: dict[str, Any]
+    ) -> None:
         """The row of a pass; its phases are worked out when all ranges are there."""
         into = self._into
         if not self._filters.keeps_time(begin, end):
@@ -126,6 +148,7 @@ class _Reader:
             float(end - begin),
             UNKNOWN,
         )
+        self._team_of_pass.append(self._team(process, thread))
 
     def _opened(self, key: tuple[Any, ...], event: dict[str, Any]) -> None:
         if self._open_count >= _MOST_OPEN:
@@ -214,6 +237,7 @@ def read(path: Path, into: Collector, filters: Filters) -> None:
                     reader.bad += 1
         except zlib.error as error:
             cut = f"the packed file is damaged ({error}); what was read up to there is used"
+    reader.count_threads()
     _limits(events.header, into)
     if events.cut:
         cut = "the file ends before its list of events does (a crash?); what was read up to there is used"
