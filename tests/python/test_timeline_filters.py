@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import os
+
 import pytest
 
 from amx_sft_moe import timeline
 from amx_sft_moe.timeline import Filters, TimelineError
-from amx_sft_moe.timeline.filters import parse_name, parse_threads, parse_window
+from amx_sft_moe.timeline.filters import parse_name, parse_threads, parse_time, parse_window
 from timelines import NVTX, STRINGS, passes_of, read_or_message, write_lines, write_nsys, write_trace
 
 
@@ -50,6 +52,12 @@ class TestFilters:
         with pytest.raises(TimelineError):
             parse_window(text)
 
+    @pytest.mark.parametrize("text", ["1e999s", "1e300s"])
+    def test_times_are_finite(self, text):
+        assert parse_time("1e290s") > 0
+        with pytest.raises(TimelineError, match=f"^expected a finite time, got '{text}'$"):
+            parse_window(f"{text}/")
+
     @pytest.mark.parametrize("text", ["", "a", "3-1", "1,,2", "-1", "0-99999999"])
     def test_threads_that_are_none(self, text):
         with pytest.raises(TimelineError):
@@ -79,6 +87,9 @@ class TestForeignFiles:
             (b"SQLite format 3\x00" + bytes(200), "SQLite"),
             ('{"a": 1}'.encode("utf-16"), "none of the formats"),
             (b'{"step":"forward"}\n', "could not be used"),
+            # A recording whose first step is beyond its limit.
+            (b" " * 70_000 + b'{"format":"amx_sft_moe.end/1","limit_bytes":70049}\n', "reached its limit"),
+            (b" " * 70_000 + b"[TIMER] ended: the file reached its 70042 bytes\n", "reached its limit"),
         ],
     )
     def test_a_message_says_what_it_is(self, tmp_path, content, message):
@@ -95,6 +106,20 @@ class TestForeignFiles:
             timeline.read(tmp_path)
         with pytest.raises(TimelineError, match="no file was given"):
             timeline.read([])
+
+    def test_what_is_no_regular_file(self, tmp_path):
+        """A file is opened several times; of a pipe that would lose the beginning."""
+        content = write_lines(tmp_path / "f", passes_of(1)).read_bytes()
+        read_end, write_end = os.pipe()
+        os.write(write_end, content)
+        os.close(write_end)
+        path = f"/dev/fd/{read_end}"  # what a shell's <(...) gives
+        with pytest.raises(TimelineError, match=f"^{path}: expected a regular file, got a pipe$"):
+            timeline.read(path)
+        assert os.read(read_end, len(content)) == content
+        os.close(read_end)
+        with pytest.raises(TimelineError, match="expected a regular file, got a character device"):
+            timeline.read(os.devnull)
 
     def test_dicts_of_something_else(self):
         with pytest.raises(TimelineError, match="last_backward_times"):

@@ -13,8 +13,7 @@ pytest.importorskip("pandas")
 _ROUNDING_NS = 501  # text and JSON have three decimals of a millisecond
 
 
-@pytest.fixture
-def operator():
+def make_operator():
     rng = np.random.default_rng(0)
 
     def tensor(*shape):
@@ -27,6 +26,11 @@ def operator():
     op.forward_sft(tensor(20, 32), ids, np.abs(tensor(20, 2)))
     op.backward(tensor(20, 32))
     return op
+
+
+@pytest.fixture
+def operator():
+    return make_operator()
 
 
 def walls(read: timeline.Timeline) -> dict[str, float]:
@@ -58,3 +62,26 @@ def test_the_command_reads_it(operator, tmp_path, capsys):
     out = capsys.readouterr().out
     assert "D3_gemm" in out
     assert "forward" in out
+
+
+@pytest.mark.parametrize("form", ["json", "text", "trace"])
+def test_the_end_marks_are_known(form, tmp_path, monkeypatch):
+    """Those that the recorder writes; with the second limit not even the first pass fits."""
+    for limit, steps in ((12_000, 12), (300, 1)):
+        path = tmp_path / f"{limit}"
+        monkeypatch.setenv("AMX_SFT_MOE_TRACE_LIMIT", str(limit / 1e6))
+        if form == "trace":
+            monkeypatch.setenv("AMX_SFT_MOE_TRACE", str(path))
+        else:
+            monkeypatch.setenv("AMX_SFT_MOE_TIMER", form)
+            monkeypatch.setenv("AMX_SFT_MOE_TIMER_FILE", str(path))
+        for _ in range(steps):
+            make_operator()
+        assert path.stat().st_size == limit
+        if steps > 1:
+            notes = timeline.read(path).notes
+            assert any("the recording reached its limit" in note for note in notes)
+            assert not any("could not be used" in note or "broken" in note for note in notes)
+        else:
+            with pytest.raises(timeline.TimelineError, match="the recording reached its limit"):
+                timeline.read(path)

@@ -3,6 +3,7 @@ a large file needs little memory."""
 
 from __future__ import annotations
 
+import math
 import re
 from dataclasses import dataclass
 
@@ -17,7 +18,10 @@ def parse_time(text: str) -> int:
     found = _TIME.fullmatch(text.strip())
     if found is None:
         raise TimelineError(f"a time is a number with ns, us, ms or s, such as 1.5s; got {text!r}")
-    return round(float(found[1]) * _NS[(found[2] or "ns").lower()])
+    nanoseconds = float(found[1]) * _NS[(found[2] or "ns").lower()]
+    if not math.isfinite(nanoseconds):
+        raise TimelineError(f"expected a finite time, got {text!r}")
+    return round(nanoseconds)
 
 
 def parse_window(text: str) -> tuple[int | None, int | None]:

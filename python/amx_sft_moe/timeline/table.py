@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from .errors import TimelineError
 from .libraries import pandas
 
 if TYPE_CHECKING:
@@ -73,6 +74,10 @@ class Bounds:
     ranges: int = 2_000_000  # some 150 MB of tables, up to 800 MB while reports are made
     names: int = 200_000  # distinct strings a column; the rest is "(other names)"
     record_bytes: int = 16 << 20  # one line, one event: what is longer is passed over
+
+    def __post_init__(self) -> None:
+        if self.ranges < 1:
+            raise TimelineError(f"ranges: expected 1 or more, got {self.ranges}")
 
 
 class Columns:
@@ -183,6 +188,7 @@ class Collector:
         self.laid_out = False
         self.left_out = 0  # ranges beyond the bound
         self._kept = 0
+        self._limited = False
         self._indices: dict[tuple[Any, ...], int] = {}
 
     def add_range(self, *values: Any) -> None:
@@ -209,6 +215,16 @@ class Collector:
     def note(self, text: str) -> None:
         """Something the reader of a report has to know about this source."""
         self.notes.append(f"{self.source.path}: {text}")
+
+    def note_cut(self, what: str) -> None:
+        """A source that cannot be read to its end, and why."""
+        self.note(f"{what}; what was read up to there is used")
+
+    def note_limit(self) -> None:
+        """A source with the recorder's end mark; several, of files put together, are said once."""
+        if not self._limited:
+            self.note("the recording reached its limit (AMX_SFT_MOE_TRACE_LIMIT); later steps are not in it")
+        self._limited = True
 
     def timeline(self) -> Timeline:
         """The tables. Called once, when the source has been read."""

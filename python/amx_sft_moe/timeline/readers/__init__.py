@@ -6,9 +6,8 @@ keep.
 
 from __future__ import annotations
 
-import gzip
 import re
-import zlib
+import stat
 from collections.abc import Callable
 from pathlib import Path
 
@@ -16,13 +15,20 @@ from ..errors import TimelineError
 from ..filters import Filters
 from ..table import Bounds, Collector, Source, Timeline
 from . import chrome_trace, json_lines, nsys_sqlite, text_dump
+from .json_lines import open_unpacked, text_of
 
 _SAMPLE = 1 << 16
-_GZIP = b"\x1f\x8b"
 _SQLITE = b"SQLite format 3\x00"
-_STEP_LINE = re.compile(rb'^\s*\{\s*"(?:format"\s*:\s*"amx_sft_moe\.step/|step"\s*:\s*")', re.MULTILINE)
+_STEP_LINE = re.compile(rb'^\s*\{\s*"(?:format"\s*:\s*"amx_sft_moe\.(?:step|end)/|step"\s*:\s*")', re.MULTILINE)
 _STEP_KEYS = re.compile(rb'^\s*\{.*"phases_ms"\s*:', re.MULTILINE)
-_DUMP_LINE = re.compile(rb"^\s*\[(?:BWD|FWD) TIMER\] \S+: ", re.MULTILINE)
+_DUMP_LINE = re.compile(rb"^\s*\[(?:(?:BWD|FWD) TIMER\] \S+|TIMER\] ended): ", re.MULTILINE)
+
+_OTHER_KINDS = {
+    stat.S_IFIFO: "a pipe",
+    stat.S_IFSOCK: "a socket",
+    stat.S_IFCHR: "a character device",
+    stat.S_IFBLK: "a block device",
+}
 
 Reader = Callable[[Path, Collector, Filters], None]
 _EXPECTED = (
@@ -31,26 +37,30 @@ _EXPECTED = (
 )
 
 
-def _sample(path: Path) -> bytes:
-    """The first bytes of a file, unpacked."""
+def _sample(path: Path) -> tuple[bytes, str]:
+    """The first bytes of a file, unpacked, without blanks before them, and what kept them from being more."""
+    sample = b""
+    damage: list[str] = []
     try:
-        if path.is_dir():
+        mode = path.stat().st_mode
+        if stat.S_ISDIR(mode):
             raise TimelineError(f"{path} is a folder; give its files")
-        with path.open("rb") as stream:
-            sample = stream.read(_SAMPLE)
-        if sample.startswith(_GZIP):
-            with gzip.open(path) as stream:
-                sample = stream.read(_SAMPLE)
-    except (EOFError, zlib.error, gzip.BadGzipFile) as error:
-        raise TimelineError(f"{path} begins like a gzip file but cannot be unpacked: {error}") from error
+        # Opened three times: here, to see whether it is packed, and to be read.
+        if not stat.S_ISREG(mode):
+            kind = _OTHER_KINDS.get(stat.S_IFMT(mode), "something else")
+            raise TimelineError(f"{path}: expected a regular file, got {kind}")
+        with open_unpacked(path, damage.append) as stream:
+            # A recording whose first step is beyond its limit is blanks up to the end mark.
+            while len(sample) < _SAMPLE and (block := stream.read(_SAMPLE)):
+                sample = (sample + block).lstrip()
     except OSError as error:
         raise TimelineError(f"cannot read {path}: {error.strerror or error}") from error
-    if not sample.strip():
+    if not sample and not damage:
         raise TimelineError(f"{path} is empty")
-    return sample
+    return sample, "".join(damage)
 
 
-def _recognise(path: Path, sample: bytes) -> tuple[str, Reader]:
+def _recognise(path: Path, sample: bytes, damage: str) -> tuple[str, Reader]:
     """The name of the format and its reader; raises TimelineError for a foreign file."""
     text = sample.removeprefix(b"\xef\xbb\xbf").lstrip()
     if sample.startswith(_SQLITE):
@@ -69,6 +79,8 @@ def _recognise(path: Path, sample: bytes) -> tuple[str, Reader]:
         return "text dump", text_dump.read
     if text.startswith((b"{", b"[")):
         return "Chrome trace", chrome_trace.read
+    if damage:
+        raise TimelineError(f"{path} begins like a gzip file but cannot be unpacked: {damage}")
     shown = text[:40].decode("utf-8", "backslashreplace")
     raise TimelineError(f"{path} is none of the formats read here: {_EXPECTED}; it begins with {shown!r}")
 
@@ -88,8 +100,8 @@ def read_file(
         TimelineError: the file cannot be read, is of no known format, or holds nothing.
     """
     filters = filters or Filters()
-    form, reader = _recognise(path, _sample(path))
-    into = Collector(Source(str(path), form, path.stat().st_size), bounds or Bounds(), number)
+    form, reader = _recognise(path, *_sample(path))
+    into = Collector(Source(text_of(str(path)), form, path.stat().st_size), bounds or Bounds(), number)
     try:
         reader(path, into, filters.for_new_file())
     except OSError as error:

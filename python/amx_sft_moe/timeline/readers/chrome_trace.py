@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import math
-import zlib
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +32,7 @@ _KINDS = {
 }
 _PASS_ARGUMENTS = (("operator", 0), ("tokens", UNKNOWN), ("routed_rows", UNKNOWN))
 LANE = 1000  # our traces give each caller's team a thousand numbers of threads, the caller's the first
+_ENDED = "amx_sft_moe trace ended"  # an instant, of a recording that reached its limit
 _NOT_RANGES = ("Trace",)  # torch's frame around the whole recording
 
 
@@ -58,7 +58,7 @@ class _Names:
             return
         if len(self._into.thread_names) < _MOST_OPEN:
             process, thread = self.number(event.get("pid", 0)), self.number(event.get("tid", 0))
-            self._into.thread_names[process, thread] = name[:100]
+            self._into.thread_names[process, thread] = text_of(name[:100])
 
 
 def _nanoseconds(value: Any) -> int:
@@ -194,6 +194,8 @@ class _Reader:
             self._counter(event)
         elif kind == "M":
             self._names.metadata(event)
+        elif kind == "i" and event.get("name") == _ENDED:
+            self._into.note_limit()
 
     def _counter(self, event: dict[str, Any]) -> None:
         at, process = _nanoseconds(event["ts"]), self._names.number(event.get("pid", self._into.number))
@@ -202,7 +204,8 @@ class _Reader:
         name = text_of(event["name"])
         for series, value in (event.get("args") or {}).items():
             plain = series in ("value", name) or len(event["args"]) == 1
-            self._into.counters.add(name if plain else f"{name}: {series}", process, at, real(value))
+            label = name if plain else f"{name}: {text_of(series)}"
+            self._into.counters.add(label, process, at, real(value))
 
     @property
     def open_ranges(self) -> int:
@@ -217,32 +220,29 @@ def _limits(header: dict[str, Any], into: Collector) -> None:
         if key in ("peak_gflops", "bandwidth_gbs") and number and value > 0 and math.isfinite(value):
             into.limits[key] = float(value)
         elif len(into.source.facts) < 50 and isinstance(value, (str, int, float, bool)):
-            into.source.facts[str(key)[:100]] = str(value)[:200]
+            into.source.facts[text_of(key)[:100]] = text_of(str(value))[:200]
     for key in ("traceName", "host_name"):
         if isinstance(header.get(key), str):
-            into.source.facts[key] = header[key][:200]
+            into.source.facts[key] = text_of(header[key])[:200]
 
 
 def read(path: Path, into: Collector, filters: Filters) -> None:
     """Reads event by event."""
     reader = _Reader(into, filters)
-    cut = ""
-    with open_unpacked(path) as stream:
+    cut: list[str] = []
+    with open_unpacked(path, cut.append) as stream:
         events = TraceEvents(stream, str(path), into.bounds.record_bytes)
-        try:
-            for event in events:
-                try:
-                    reader.event(event)
-                except (*_BAD, AttributeError):
-                    reader.bad += 1
-        except zlib.error as error:
-            cut = f"the packed file is damaged ({error}); what was read up to there is used"
+        for event in events:
+            try:
+                reader.event(event)
+            except (*_BAD, AttributeError):
+                reader.bad += 1
     reader.count_threads()
     _limits(events.header, into)
-    if events.cut:
-        cut = "the file ends before its list of events does (a crash?); what was read up to there is used"
-    if cut:
-        into.note(cut)
+    if events.cut and not cut:
+        cut.append("the file ends before its list of events does (a crash?)")
+    for what in cut:
+        into.note_cut(what)
     if events.broken or reader.bad:
         into.note(f"{events.broken + reader.bad:,} events were broken and passed over")
     if reader.open_ranges:

@@ -8,9 +8,11 @@ says so.
 from __future__ import annotations
 
 import gzip
+import io
 import json
 import math
-from collections.abc import Iterator
+import zlib
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, BinaryIO, cast
@@ -23,6 +25,7 @@ _NS_PER_MS = 1e6
 _LARGEST = 1 << 61  # what is beyond cannot be a time, and the sum of two must fit a column
 _MOST_COMPLAINTS = 3
 _BAD = (KeyError, TypeError, ValueError, AttributeError, OverflowError, RecursionError)
+_END = "amx_sft_moe.end/1"  # of the last line of a recording that reached its limit
 
 
 def whole(value: Any) -> int:
@@ -47,8 +50,10 @@ def real(value: Any) -> float:
 
 
 def text_of(value: Any) -> str:
-    """A name of a file; whatever else stands there is written out."""
-    return value if isinstance(value, str) else json.dumps(value)[:200]
+    """A name of a file; whatever else stands there is written out. So are lone surrogates, which JSON and paths
+    can have and no encoding has."""
+    text = value if isinstance(value, str) else json.dumps(value)[:200]
+    return text if text.isascii() else text.encode("utf-8", "backslashreplace").decode("utf-8")
 
 
 @dataclass
@@ -64,11 +69,39 @@ class _Sums:
     most_threads: int = 0
 
 
-def open_unpacked(path: Path) -> BinaryIO:
-    """A file's bytes, through gzip where it is packed."""
+class _Unpacked(io.RawIOBase):
+    """The bytes of a gzip file, which end where it is cut off or damaged: all before that is handed out."""
+
+    def __init__(self, path: Path, on_damage: Callable[[str], None]) -> None:
+        self._packed = gzip.GzipFile(path)
+        self._on_damage: Callable[[str], None] | None = on_damage
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        if self._on_damage is None:
+            return 0
+        try:
+            data = self._packed.read1(len(buffer))  # read() would drop what comes before the damage
+        except (EOFError, zlib.error, gzip.BadGzipFile) as error:
+            ends = isinstance(error, EOFError)
+            self._on_damage("the packed file ends early" if ends else f"the packed file is damaged ({error})")
+            self._on_damage = None
+            return 0
+        buffer[: len(data)] = data
+        return len(data)
+
+    def close(self) -> None:
+        self._packed.close()
+        super().close()
+
+
+def open_unpacked(path: Path, on_damage: Callable[[str], None]) -> BinaryIO:
+    """A file's bytes, through gzip where it is packed; `on_damage` is told why a packed one ends too early."""
     with path.open("rb") as stream:
         packed = stream.read(2) == b"\x1f\x8b"
-    return cast(BinaryIO, gzip.open(path)) if packed else path.open("rb")
+    return cast(BinaryIO, io.BufferedReader(_Unpacked(path, on_damage))) if packed else path.open("rb")
 
 
 def lines(stream: BinaryIO, longest: int) -> Iterator[bytes | None]:
@@ -220,21 +253,22 @@ def read(path: Path, into: Collector, filters: Filters) -> None:
     """Reads line by line; lines that cannot be used are counted and the first few named."""
     complaints: list[str] = []
     bad = 0
-    with open_unpacked(path) as stream:
+    with open_unpacked(path, into.note_cut) as stream:
         longest = into.bounds.record_bytes
-        try:
-            for number, line in enumerate(lines(stream, longest), start=1):
-                if line is not None and not line.strip(b"\xef\xbb\xbf \t\r\n"):
-                    continue
-                try:
-                    _add(_parse(line, longest), into, filters)
-                except _BAD as error:
-                    bad += 1
-                    what = f"no {error}" if isinstance(error, KeyError) else str(error) or type(error).__name__
-                    if len(complaints) < _MOST_COMPLAINTS:
-                        complaints.append(f"line {number}: {what}")
-        except EOFError:
-            into.note("the packed file ends early; what was read up to there is used")
+        for number, line in enumerate(lines(stream, longest), start=1):
+            if line is not None and not line.strip(b"\xef\xbb\xbf \t\r\n"):
+                continue
+            try:
+                record = _parse(line, longest)
+                if record.get("format") == _END:
+                    into.note_limit()
+                else:
+                    _add(record, into, filters)
+            except _BAD as error:
+                bad += 1
+                what = f"no {error}" if isinstance(error, KeyError) else str(error) or type(error).__name__
+                if len(complaints) < _MOST_COMPLAINTS:
+                    complaints.append(f"line {number}: {what}")
     if bad:
         more = "" if bad <= len(complaints) else f" and {bad - len(complaints):,} more"
         into.note(f"{bad:,} lines could not be used: {'; '.join(complaints)}{more}")

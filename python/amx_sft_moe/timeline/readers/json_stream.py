@@ -52,10 +52,7 @@ class TraceEvents:
         """Reads on, dropping what was consumed; False at the end of the file."""
         if self._ended:
             return False
-        try:
-            chunk = self._stream.read(_CHUNK)
-        except EOFError:  # a packed file that was cut off
-            chunk = ""
+        chunk = self._stream.read(_CHUNK)
         self._text = self._text[self._at :] + chunk
         self._at = 0
         self._ended = not chunk

@@ -271,7 +271,7 @@ def read(path: Path, into: Collector, filters: Filters) -> None:
     except (sqlite3.Error, UnicodeDecodeError) as error:  # the latter from messages about damaged names
         if not len(into.ranges):
             raise TimelineError(f"{path} cannot be read as SQLite: {error}") from error
-        into.note(f"the file is damaged ({error}); what was read up to there is used")
+        into.note_cut(f"the file is damaged ({error})")
         return
     finally:
         connection.close()

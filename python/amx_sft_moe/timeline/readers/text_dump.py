@@ -10,12 +10,13 @@ from pathlib import Path
 from ..filters import Filters
 from ..names import is_total
 from ..table import NOT_KNOWN, UNKNOWN, Collector
-from .json_lines import lines, open_unpacked
+from .json_lines import lines, open_unpacked, whole
 
 _LINE = re.compile(
     r"\[(FWD TIMER|BWD TIMER|GATHER|GU|DOWN|SUM|ACT|RW)\] (\S+): "
     r"([0-9]{1,12}(?:\.[0-9]{1,12})?) ms(?: \((.*)\))?\s*$"
 )
+_ENDED = "[TIMER] ended: "  # of the last line of a recording that reached its limit
 _STEPS = {"FWD TIMER": "forward", "BWD TIMER": "backward"}
 _NS_PER_MS = 1e6
 
@@ -36,10 +37,13 @@ class _Reader:
         self._waiting: dict[str, float] = {}  # phases whose group's line has not come yet
         self._at = 0
         self._counts: dict[str, int] = {}
+        self.bad = 0
 
     def line(self, text: str) -> None:
         found = _LINE.search(text)
         if found is None:
+            if text.lstrip().startswith(_ENDED):
+                self._into.note_limit()
             return
         prefix, name, ms = found[1], found[2], float(found[3]) * _NS_PER_MS
         step = _STEPS.get(prefix)
@@ -61,10 +65,14 @@ class _Reader:
         if not done.step:
             return
         into, number = self._into, len(self._into.passes)
+        begin, at = self._at, self._at
+        try:
+            end = self._at = whole(begin + sum(done.groups.values()))
+        except ValueError:
+            self.bad += 1
+            return
         index = self._counts.get(done.step, 0)
         self._counts[done.step] = index + 1
-        begin, at = self._at, self._at
-        end = self._at = begin + round(sum(done.groups.values()))
         if not self._filters.keeps_time(begin, end):
             return
         into.passes.add(
@@ -110,10 +118,12 @@ class _Reader:
 def read(path: Path, into: Collector, filters: Filters) -> None:
     """Reads line by line; lines of other programs are passed over."""
     reader = _Reader(into, filters)
-    with open_unpacked(path) as stream:
+    with open_unpacked(path, into.note_cut) as stream:
         for line in lines(stream, into.bounds.record_bytes):
             if line is not None:
                 reader.line(line.decode("utf-8", "replace"))
     reader.finish()
+    if reader.bad:
+        into.note(f"{reader.bad:,} passes could not be used: their times are too long for any recording")
     into.laid_out = True
     into.note("a text dump has no times of day: groups and passes are laid one after the other")
