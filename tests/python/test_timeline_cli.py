@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import io
 import json
+import os
 import re
 import subprocess
 import sys
@@ -166,6 +167,46 @@ class TestReports:
         assert [row["Steps"] for row in json.loads(out)] == [6, 6]  # sums per step are of all passes
 
 
+class TestNames:
+    """Names that the stream's or no encoding has."""
+
+    @pytest.fixture
+    def trace(self, tmp_path):
+        name = "\u03bb \U0001f600" + "n" * 100
+        names = (json.dumps(name), '"half \\ud800"')
+        events = (f'{{"ph":"X","name":{name},"pid":1,"tid":1,"ts":1,"dur":2}}' for name in names)
+        path = tmp_path / "trace.json"
+        path.write_text(f"[{','.join(events)}]")
+        return path
+
+    @pytest.mark.parametrize(
+        ("form", "encoding"), [("column", "latin-1"), ("csv", "ascii"), ("json", "ascii"), ("json", "utf-8")]
+    )
+    def test_streams(self, trace, form, encoding):
+        command = [sys.executable, "-m", "amx_sft_moe", "timeline", trace, "-f", form, "-r", "nvtx_pushpop_sum"]
+        environment = os.environ | {"PYTHONIOENCODING": encoding}
+        done = subprocess.run(command, env=environment, capture_output=True)
+        assert (done.returncode, done.stderr) == (0, b"")
+        text = done.stdout.decode(encoding)
+        assert ("\u03bb" in text) == (encoding == "utf-8")
+        if form == "json":
+            expected = {"\u03bb \U0001f600" + "n" * 100, "half \\ud800"}
+            assert {row["Range"] for row in json.loads(text)} == expected
+        else:
+            assert "half \\ud800" in text
+
+    @pytest.mark.parametrize("form", ["column", "csv", "json"])
+    def test_files(self, capsys, trace, tmp_path, form):
+        odd = tmp_path / os.fsdecode(b"trace\xff.json")
+        odd.write_bytes(trace.read_bytes())
+        assert run(capsys, odd, "-f", form, "-o", tmp_path / "out")[0] == 0
+        (written,) = tmp_path.glob("out_nvtx_pushpop_sum.*")
+        assert "\u03bb \U0001f600" in written.read_text(encoding="utf-8")
+        pytest.importorskip("matplotlib")
+        assert run(capsys, odd, "--html", tmp_path / "page.html")[0] == 0
+        assert "trace\\udcff.json" in (tmp_path / "page.html").read_text(encoding="utf-8")
+
+
 class TestRefusals:
     @pytest.mark.parametrize(
         ("options", "message"),
@@ -190,7 +231,14 @@ class TestRefusals:
 
     @pytest.mark.parametrize(
         "options",
-        [["--timeunit", "h"], ["--format", "xml"], ["--peak-gflops", "0"], ["--skip", "-1"], ["--rows", "x"]],
+        [
+            ["--timeunit", "h"],
+            ["--format", "xml"],
+            ["--peak-gflops", "0"],
+            ["--skip", "-1"],
+            ["--rows", "x"],
+            ["--max-ranges", "0"],
+        ],
     )
     def test_wrong_options(self, capsys, path, options):
         with pytest.raises(SystemExit) as raised:

@@ -6,6 +6,7 @@ import argparse
 import os
 import sys
 from collections.abc import Callable, Sequence
+from io import TextIOWrapper
 from pathlib import Path
 from typing import IO
 
@@ -43,11 +44,15 @@ def _positive(text: str) -> float:
     return value
 
 
-def _count(text: str) -> int:
+def _count(text: str, least: int = 0) -> int:
     value = int(text)
-    if value < 0:
-        raise argparse.ArgumentTypeError(f"expected zero or more, got {text}")
+    if value < least:
+        raise argparse.ArgumentTypeError(f"expected {least} or more, got {text}")
     return value
+
+
+def _count_from_1(text: str) -> int:
+    return _count(text, 1)
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -115,7 +120,10 @@ def _parser() -> argparse.ArgumentParser:
         help="first passes of each kind and layer to leave out of steps",
     )
     chosen.add_argument(
-        "--max-ranges", type=_count, default=Bounds.ranges, help=f"most ranges kept a file ({Bounds.ranges:,})"
+        "--max-ranges",
+        type=_count_from_1,
+        default=Bounds.ranges,
+        help=f"most ranges kept a file ({Bounds.ranges:,})",
     )
     judged = parser.add_argument_group("what it is measured against")
     judged.add_argument("--peak-gflops", type=_positive)
@@ -286,6 +294,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     options = parser.parse_args(argv)
     if bool(options.files) == bool(options.compare):
         parser.error("give FILEs, or --compare BEFORE AFTER")
+    if isinstance(sys.stdout, TextIOWrapper):  # names have characters that its encoding may lack
+        sys.stdout.reconfigure(errors="backslashreplace")
     try:
         _run(options, sys.stdout)
         sys.stdout.flush()

@@ -29,8 +29,8 @@ def measure_limits(timeline: Timeline) -> None:
     unknown = int((counts < 1).sum())
     if unknown:
         timeline.notes.append(
-            f"--measure: {unknown:,} of {len(counts):,} passes do not tell how many threads they had; nothing was "
-            "measured (--peak-gflops and --bandwidth set limits)"
+            f"--measure: {unknown:,} of {len(counts):,} passes do not tell how many threads they had; nothing "
+            "was measured (--peak-gflops and --bandwidth set limits)"
         )
         return
     threads = int(counts.max())

@@ -109,12 +109,14 @@ def _csv(report: Report, unit: str, out: IO[str]) -> None:
 def _json(report: Report, unit: str, out: IO[str]) -> None:
     """An array of objects with the headers as keys, a row a line; what is not known is null."""
     table = in_unit(report, unit)
+    # Elsewhere characters that the stream lacks would become escapes that JSON does not know.
+    escaped = not (getattr(out, "encoding", None) or "utf-8").lower().startswith("utf")
     out.write("[")
     first = True
     for batch in _batches(table):
         rows = batch.astype(object).where(batch.notna(), None).to_dict("records")
         for row in rows:
-            out.write(("\n" if first else ",\n") + json.dumps(row, ensure_ascii=False, default=str))
+            out.write(("\n" if first else ",\n") + json.dumps(row, ensure_ascii=escaped, default=str))
             first = False
     out.write("\n]\n")
 
