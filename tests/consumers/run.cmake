@@ -22,9 +22,9 @@ function(run_program)
 endfunction()
 
 # Every header of the sources is installed, and nothing but those.
-function(check_installed_headers prefix)
+function(check_installed_headers folder)
   file(GLOB_RECURSE wanted RELATIVE ${SOURCE}/include ${SOURCE}/include/*)
-  file(GLOB_RECURSE got RELATIVE ${prefix}/include ${prefix}/include/*)
+  file(GLOB_RECURSE got RELATIVE ${folder} ${folder}/*)
   if(NOT wanted STREQUAL got)
     message(FATAL_ERROR "installed headers differ from the sources':\n${wanted}\n${got}")
   endif()
@@ -41,9 +41,9 @@ if(KIND STREQUAL "fetch_content") # as GitHub makes them, less what users do not
   set(from file://${WORK}/sources.tar.gz)
 elseif(KIND STREQUAL "find_package")
   run(${configure} -S ${SOURCE} -B ${WORK}/library -DAMX_SFT_MOE_TESTS=OFF -DAMX_SFT_MOE_BENCHMARKS=OFF
-      -DAMX_SFT_MOE_EXAMPLES=OFF)
+      -DAMX_SFT_MOE_EXAMPLES=OFF -DCMAKE_INSTALL_INCLUDEDIR=headers) # not CMake's default
   run(${CMAKE_COMMAND} --install ${WORK}/library --prefix ${WORK}/prefix)
-  check_installed_headers(${WORK}/prefix)
+  check_installed_headers(${WORK}/prefix/headers)
 elseif(KIND STREQUAL "plain") # no CMake: one command, with OpenMP and without
   set(options -std=c++20 -I ${SOURCE}/include -Wall -Wextra -Wshadow -Wconversion -Wsign-conversion -Werror)
   run(${COMPILER} ${options} -fopenmp ${here}/main.cpp -o ${WORK}/consumer)
