@@ -14,6 +14,8 @@ SUDO := $(shell [ "$$(id -u)" = 0 ] || echo sudo)
 TORCH ?= torch==2.13.0
 NVTX_INCLUDE = $(shell $(BIN)/python -c "import nvidia, pathlib; \
   print(next((p.parent.parent for d in nvidia.__path__ for p in pathlib.Path(d).rglob('nvtx3/nvtx3.hpp')), ''))")
+# Without it the AMX tests in Python would be skipped. Absolute paths are quoted: the checkout's may have blanks.
+EMULATOR = $(shell find "$(abspath $(BUILD))" -name libamx_emulator.so 2>/dev/null | head -1)
 SOURCES := $(shell find cmake include python pyproject.toml CMakeLists.txt -type f -not -name '*.pyc')
 
 # For wheels: one is built for each of these.
@@ -46,13 +48,13 @@ finetune: $(VENV)/installed
 test: test-cpp test-python
 
 test-cpp: $(VENV)/onednn
-	$(BIN)/cmake -S . -B $(BUILD) -G Ninja -DAMX_SFT_MOE_NVTX_INCLUDE=$(NVTX_INCLUDE)
+	$(BIN)/cmake -S . -B $(BUILD) -G Ninja -DAMX_SFT_MOE_NVTX_INCLUDE="$(NVTX_INCLUDE)"
 	$(BIN)/cmake --build $(BUILD) -j $(JOBS)
 	OMP_WAIT_POLICY=passive $(BIN)/ctest --test-dir $(BUILD) --output-on-failure -j $(JOBS)
 
 test-python: test-cpp $(VENV)/installed
-	AMX_EMULATOR_LIBRARY=$$(find $(abspath $(BUILD)) -name libamx_emulator.so | head -1) \
-	  $(BIN)/python -m pytest -q tests/python
+	@test -n "$(EMULATOR)" || { echo "test-python: expected libamx_emulator.so in $(abspath $(BUILD)), got none" >&2; exit 1; }
+	AMX_EMULATOR_LIBRARY="$(EMULATOR)" $(BIN)/python -m pytest -q tests/python
 
 test-full: test lint tidy matrix qemu asan tsan fuzz test-hypothesis peft-versions
 
@@ -110,7 +112,7 @@ fuzz: $(VENV)/clang
 coverage: $(VENV)/onednn
 	$(BIN)/pip install -q gcovr
 	$(BIN)/cmake -S . -B $(BUILD)-coverage -G Ninja -DCMAKE_BUILD_TYPE=Debug -DCMAKE_CXX_FLAGS="--coverage -O1" \
-	  -DAMX_SFT_MOE_NVTX_INCLUDE=$(NVTX_INCLUDE) -DAMX_SFT_MOE_BENCHMARKS=OFF
+	  -DAMX_SFT_MOE_NVTX_INCLUDE="$(NVTX_INCLUDE)" -DAMX_SFT_MOE_BENCHMARKS=OFF
 	$(BIN)/cmake --build $(BUILD)-coverage -j $(JOBS)
 	OMP_WAIT_POLICY=passive $(BIN)/ctest --test-dir $(BUILD)-coverage -j $(JOBS) -E 'consumers|operator_cases'
 	GTEST_TOTAL_SHARDS=12 GTEST_SHARD_INDEX=3 \
@@ -128,11 +130,11 @@ matrix qemu: $(VENV)/tools
 	  $(SUDO) apt-get update -q && $(SUDO) env DEBIAN_FRONTEND=noninteractive \
 	    apt-get install -y -q --no-install-recommends qemu-user || true; \
 	fi
-	$(BIN)/cmake -S . -B $(BUILD) -G Ninja -DAMX_SFT_MOE_NVTX_INCLUDE=$(NVTX_INCLUDE)
+	$(BIN)/cmake -S . -B $(BUILD) -G Ninja -DAMX_SFT_MOE_NVTX_INCLUDE="$(NVTX_INCLUDE)"
 	$(BIN)/ctest --test-dir $(BUILD) -C full -L $@ --verbose
 
 bench: $(VENV)/tools
-	$(BIN)/cmake -S . -B $(BUILD) -G Ninja -DAMX_SFT_MOE_NVTX_INCLUDE=$(NVTX_INCLUDE)
+	$(BIN)/cmake -S . -B $(BUILD) -G Ninja -DAMX_SFT_MOE_NVTX_INCLUDE="$(NVTX_INCLUDE)"
 	$(BIN)/cmake --build $(BUILD) -j $(JOBS) --target bench_gemm bench_step
 	$(BUILD)/benchmarks/bench_gemm
 	$(BUILD)/benchmarks/bench_step
@@ -153,8 +155,8 @@ wheel: $(VENV)/onednn
 tidy: $(VENV)/clang
 	clang-tidy-16 --quiet tests/lint/every_kernel.cpp -- -std=c++20 -Iinclude -Wno-unknown-pragmas
 	clang-tidy-16 --quiet $(filter-out %/onednn_module.cpp,$(wildcard python/src/*.cpp)) -- -std=c++20 -Iinclude -Wno-unknown-pragmas -isystem \
-	  $$($(BIN)/python -c "import pybind11; print(pybind11.get_include())") -isystem \
-	  $$($(PYTHON) -c "import sysconfig; print(sysconfig.get_path('include'))")
+	  "$$($(BIN)/python -c "import pybind11; print(pybind11.get_include())")" -isystem \
+	  "$$($(PYTHON) -c "import sysconfig; print(sysconfig.get_path('include'))")"
 
 $(VENV)/clang: $(VENV)/tools
 	@if ! command -v clang++-19 >/dev/null || ! command -v clang-tidy-16 >/dev/null || \

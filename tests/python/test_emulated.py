@@ -6,23 +6,35 @@ from __future__ import annotations
 
 import os
 import re
+import shlex
+import shutil
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
+ROOT = Path(__file__).resolve().parents[2]
 LIBRARY = os.environ.get("AMX_EMULATOR_LIBRARY", "")
+
+
+def preloadable(library: str, folder: Path) -> str:
+    """A path of the library for LD_PRELOAD, which blanks and colons separate."""
+    if not set(library) & set(" :"):
+        return library
+    link = folder / "libamx_emulator.so"
+    link.symlink_to(library)
+    return str(link)
 
 
 @pytest.mark.skipif(
     not LIBRARY, reason="AMX_EMULATOR_LIBRARY does not name the emulator's library (make test does)"
 )
 @pytest.mark.skipif("AMX_EMULATOR" in os.environ, reason="this is the emulated run")
-def test_on_emulated_amx() -> None:
+def test_on_emulated_amx(tmp_path: Path) -> None:
     assert Path(LIBRARY).is_file(), f"AMX_EMULATOR_LIBRARY: expected a file, got {LIBRARY}"
     environment = os.environ | {
-        "LD_PRELOAD": LIBRARY,
+        "LD_PRELOAD": preloadable(LIBRARY, tmp_path),
         "AMX_EMULATOR": "1",
         "AMX_SFT_MOE_TEST_KERNELS": "amx_bf16",
         "OMP_NUM_THREADS": "2",
@@ -53,3 +65,68 @@ def test_on_emulated_amx() -> None:
     assert passed, done.stdout[-2000:]
     assert int(passed.group(1)) > 15
     assert "failed" not in done.stdout
+
+
+def test_a_path_with_a_blank_is_preloaded(tmp_path: Path) -> None:
+    plain = f"{tmp_path}/plain.so"
+    assert preloadable(plain, tmp_path) == plain
+    odd = tmp_path / "a checkout" / "lib.so"
+    odd.parent.mkdir()
+    odd.write_text("")
+    link = preloadable(str(odd), tmp_path)
+    assert " " not in link
+    assert Path(link).samefile(odd)
+
+
+@pytest.fixture
+def checkout(tmp_path: Path) -> Path:
+    """A checkout whose path has a blank, with a `python` that says which emulator library it is given."""
+    if shutil.which("make") is None or not (ROOT / "Makefile").is_file():
+        pytest.skip("there is no make, or no Makefile")
+    folder = tmp_path / "a checkout"
+    (folder / ".venv" / "bin").mkdir(parents=True)
+    (folder / "build" / "tests").mkdir(parents=True)
+    shutil.copy(ROOT / "Makefile", folder)
+    script(folder, 'echo "library: $AMX_EMULATOR_LIBRARY"')
+    return folder
+
+
+def script(checkout: Path, command: str) -> None:
+    python = checkout / ".venv" / "bin" / "python"
+    python.write_text(f"#!/bin/sh\n{command}\n")
+    python.chmod(0o755)
+
+
+def make(checkout: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    # Of the `make test` that may run this: its options are not meant.
+    environment = {name: value for name, value in os.environ.items() if not name.startswith(("MAKE", "MFLAGS"))}
+    return subprocess.run(
+        ["make", *arguments], cwd=checkout, env=environment, capture_output=True, text=True, check=False
+    )
+
+
+BUILT = ("-o", "test-cpp", "-o", ".venv/installed")
+
+
+def test_make_gives_the_library(checkout: Path) -> None:
+    library = checkout / "build" / "tests" / "libamx_emulator.so"
+    library.write_text("")
+    done = make(checkout, *BUILT, "test-python")
+    assert (done.returncode, done.stdout.splitlines()[-1]) == (0, f"library: {library}"), done.stderr
+
+
+def test_make_fails_without_the_library(checkout: Path) -> None:
+    """The AMX tests would be skipped in silence."""
+    done = make(checkout, *BUILT, "test-python")
+    assert done.returncode == 2
+    assert f"expected libamx_emulator.so in {checkout}/build, got none" in done.stderr
+    assert "library:" not in done.stdout
+
+
+def test_make_quotes_what_is_absolute(checkout: Path) -> None:
+    """The NVTX headers lie in .venv, of which Python says the absolute path."""
+    script(checkout, f'echo "{checkout}/nvtx"')
+    done = make(checkout, "-n", "test-cpp", "bench", "coverage", "matrix")
+    words = shlex.split(done.stdout)
+    given = [word for word in words if word.startswith("-DAMX_SFT_MOE_NVTX_INCLUDE")]
+    assert given == [f"-DAMX_SFT_MOE_NVTX_INCLUDE={checkout}/nvtx"] * 4
