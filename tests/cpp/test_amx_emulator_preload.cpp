@@ -17,6 +17,7 @@
 #include <cstring>
 #include <filesystem>
 #include <string>
+#include <utility>
 
 #include "tile_asm.hpp"
 
@@ -66,12 +67,31 @@ unsigned emulated_features() {
 
 constexpr char kIsPreloaded[] = "AMX_EMULATOR_TEST_IS_PRELOADED";
 
+// The library for LD_PRELOAD, which blanks and colons separate: a path that has one gets a link without.
+class Preloadable {
+ public:
+  explicit Preloadable(std::string path) : path_(std::move(path)) {
+    if (path_.find_first_of(" :") == std::string::npos) return;
+    link_ = testing::TempDir() + "libamx_emulator." + std::to_string(getpid()) + ".so";
+    std::filesystem::create_symlink(path_, link_);
+  }
+  Preloadable(const Preloadable&) = delete;
+  Preloadable& operator=(const Preloadable&) = delete;
+  ~Preloadable() {
+    if (!link_.empty()) std::filesystem::remove(link_);
+  }
+  const char* path() const { return link_.empty() ? path_.c_str() : link_.c_str(); }
+
+ private:
+  std::string path_, link_;
+};
+
 // In the child: sanitizers want to be the first of all libraries, and need not be, since the emulator asks them
 // later.
-[[noreturn]] void run_preloaded() {
+[[noreturn]] void run_preloaded(const Preloadable& library) {
   setenv(kIsPreloaded, "1", 1);
   setenv("AMX_EMULATOR", "1", 1);
-  setenv("LD_PRELOAD", library_path(), 1);
+  setenv("LD_PRELOAD", library.path(), 1);
   const char* const asan_options = std::getenv("ASAN_OPTIONS");
   const std::string others = asan_options == nullptr ? "" : std::string(":") + asan_options;
   setenv("ASAN_OPTIONS", ("verify_asan_link_order=0" + others).c_str(), 1);
@@ -82,8 +102,9 @@ constexpr char kIsPreloaded[] = "AMX_EMULATOR_TEST_IS_PRELOADED";
 
 TEST(EmulatorPreload, PreloadedProgramPassesItsTests) {
   if (library_path() == nullptr) GTEST_SKIP() << "AMX_EMULATOR_LIBRARY is not set";
+  const Preloadable library(library_path());
   const pid_t child = fork();
-  if (child == 0) run_preloaded();
+  if (child == 0) run_preloaded(library);
   int status = 0;
   ASSERT_EQ(waitpid(child, &status, 0), child);
   ASSERT_TRUE(WIFEXITED(status)) << "ended by signal " << WTERMSIG(status);
