@@ -143,7 +143,7 @@ def test_memory_that_something_else_has() -> None:
     for out, words in (
         ({"gate_proj": layer.gate_proj}, "weights.gate:.*memory of its own.*weights.gate "),
         ({"gate_proj": layer.up_proj}, "weights.gate:.*weights.up"),
-        ({"gate_proj": one, "up_proj": one}, "weights.up:.*grads.weights.gate"),
+        ({"gate_proj": one, "up_proj": one}, "weights.gate:.*grads.weights.up"),
         (
             {"up_proj": flat[-one.numel() :].view(SHAPE), "grad_x": flat[: 12 * 32 + 1][1:].view(12, 32)},
             "grads.x",
