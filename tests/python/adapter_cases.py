@@ -73,8 +73,8 @@ def stock_adapter(family: str, options: str = "{}") -> tuple[Path, dict[str, tor
     model = get_peft_model(model_of(base), LoraConfig(**(OPTIONS | json.loads(options))))
     random = torch.Generator().manual_seed(3)
     with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            if "lora_" in name or "modules_to_save" in name:
+        for parameter in model.parameters():
+            if parameter.requires_grad:
                 parameter.copy_(torch.randn(parameter.shape, generator=random) * 0.2)
     directory = fresh_directory()
     model.save_pretrained(directory)

@@ -19,6 +19,7 @@ from adapter_cases import (
     checkpoint,
     config_of,
     largest_difference,
+    model_of,
     stock_adapter,
     stock_merge,
     write_config,
@@ -182,6 +183,38 @@ def test_scalings_that_one_number_cannot_hold(tmp_path: Path) -> None:
     assert not done.lossless
     assert all("layers.1" in line and "rounded" in line for line in done.lost)
     assert largest_difference(stock_merge("qwen3", tmp_path / "rounded"), merged) <= 1e-6
+
+
+@pytest.mark.parametrize("via", FORMATS)
+@pytest.mark.parametrize("bias", ["all", "lora_only"])
+def test_biases_of_adapted_layers(bias: str, via: str, tmp_path: Path) -> None:
+    """PEFT names them as it does its copies of base weights: behind ``base_layer``."""
+    options = {"bias": bias, "target_modules": ["q_proj"]}
+    source, merged = stock_adapter("qwen2", json.dumps(options))
+    assert convert_adapter(source, tmp_path / "there", via).lossless
+    convert_adapter(tmp_path / "there", tmp_path / "back", "peft-fused")
+    assert_same_files(tmp_path / "back", source)
+    if via != "ktransformers":
+        assert largest_difference(stock_merge("qwen2", tmp_path / "there"), merged) <= 1e-6
+
+
+def test_biases_of_adapted_experts(tmp_path: Path) -> None:
+    """PEFT before 0.21 stores every entry with ``bias`` in its name, those of experts too."""
+    source, _ = stock_adapter("gpt_oss", json.dumps({"bias": "all"}))
+    shutil.copytree(source, tmp_path / "old")
+    state = load_file(source / WEIGHTS)
+    name = "base_model.model.model.layers.1.mlp.experts.base_layer.base_layer.down_proj_bias"
+    state[name] = torch.randn(5, 28)
+    save_file(state, tmp_path / "old" / WEIGHTS)
+    assert convert_adapter(tmp_path / "old", tmp_path / "new", "peft-fused").lossless
+    assert_same_files(tmp_path / "new", tmp_path / "old")
+    merge_adapter(tmp_path / "old", checkpoint("gpt_oss"), tmp_path / "merged", progress=False)
+    found = model_of(tmp_path / "merged").state_dict()["model.layers.1.mlp.experts.down_proj_bias"]
+    assert torch.equal(found, state[name])
+    state["base_model.model.model.layers.1.mlp.experts.down_proj_bias"] = torch.randn(5, 28)
+    save_file(state, tmp_path / "old" / WEIGHTS)
+    with pytest.raises(ArgumentError, match=r"expected one entry for model\..*experts.down_proj_bias, got "):
+        convert_adapter(tmp_path / "old", tmp_path / "twice", "peft-fused")
 
 
 def test_one_scaling_for_servers(tmp_path: Path) -> None:

@@ -94,6 +94,33 @@ def test_whole_weights_replace(tmp_path: Path) -> None:
     assert largest_difference(found, merged) <= 1e-6
 
 
+@pytest.mark.parametrize("to", FORMATS)
+@pytest.mark.parametrize("bias", ["all", "lora_only"])
+def test_biases_of_adapted_layers(bias: str, to: str, tmp_path: Path) -> None:
+    options = {"bias": bias, "target_modules": ["q_proj"]}
+    source, merged = stock_adapter("qwen2", json.dumps(options))
+    convert_adapter(source, tmp_path / "adapter", to)
+    merge_adapter(tmp_path / "adapter", checkpoint("qwen2"), tmp_path / "out", progress=False)
+    found = model_of(tmp_path / "out").state_dict()
+    name = "model.layers.1.self_attn.q_proj.bias"
+    assert not torch.equal(found[name], model_of(checkpoint("qwen2")).state_dict()[name])
+    assert largest_difference(found, merged) <= 1e-6
+
+
+def test_whole_experts(tmp_path: Path) -> None:
+    source, _ = stock_adapter("qwen3", json.dumps({"target_parameters": EXPERTS[1:]}))
+    name = "model.layers.1.mlp.experts.gate_up_proj"
+    state = load_file(source / "adapter_model.safetensors")
+    state[f"base_model.model.{name}"] = torch.randn(5, 24, 28)
+    shutil.copytree(source, tmp_path / "adapter")
+    save_file(state, tmp_path / "adapter" / "adapter_model.safetensors")
+    with pytest.raises(ArgumentError, match=rf"modules that the checkpoint .* holds, got {name}"):
+        merge_adapter(tmp_path / "adapter", checkpoint("qwen3"), tmp_path / "out", progress=False)
+    model_of(checkpoint("qwen3")).save_pretrained(tmp_path / "fused", save_original_format=False)
+    merge_adapter(tmp_path / "adapter", tmp_path / "fused", tmp_path / "out", progress=False)
+    assert torch.equal(model_of(tmp_path / "out").state_dict()[name], state[f"base_model.model.{name}"])
+
+
 def test_refused_before_anything_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     source, _ = stock_adapter("qwen3")
     base = tmp_path / "base"

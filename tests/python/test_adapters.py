@@ -164,6 +164,18 @@ def test_other_families(family: str, tmp_path: Path) -> None:
     assert largest_difference(stock_merge(family, tmp_path), merged) <= 1e-6
 
 
+@pytest.mark.parametrize("bias", ["all", "lora_only"])
+def test_biases_of_adapted_layers(bias: str, tmp_path: Path) -> None:
+    options = {"bias": bias, "target_modules": ["q_proj"]}
+    directory, merged = stock_adapter("qwen2", json.dumps(options))
+    model = PeftModel.from_pretrained(model_of(checkpoint("qwen2")), directory)
+    adapters.save_per_expert(model, tmp_path)
+    saved = {key for key in load_file(tmp_path / files.WEIGHTS) if key.endswith("bias")}
+    assert saved == {key for key in load_file(directory / files.WEIGHTS) if key.endswith("bias")}
+    assert any("q_proj.base_layer.bias" in key for key in saved)
+    assert largest_difference(stock_merge("qwen2", tmp_path), merged) <= 1e-6
+
+
 def test_other_files_stay(tmp_path: Path) -> None:
     (tmp_path / "checkpoint-1").mkdir()
     (tmp_path / "checkpoint-1" / "state.json").write_text("{}")

@@ -9,6 +9,8 @@ import torch
 
 FUSED, PER_EXPERT, KTRANSFORMERS = "peft-fused", "per-expert", "ktransformers"
 FORMATS = (FUSED, PER_EXPERT, KTRANSFORMERS)
+PREFIX = "base_model.model."  # of names in PEFT's files
+_INNER = ".base_layer"  # what an adapted module's own weights are behind there
 
 
 @dataclass(frozen=True)
@@ -62,7 +64,7 @@ class Adapter:
         config: PEFT's ``adapter_config.json`` as it stands.
         experts: by experts module and projection (``gate_proj``, ``up_proj``, ``down_proj``).
         linears: LoRA elsewhere, by the module's name in the adapter.
-        others: entries that are whole weights (PEFT's ``modules_to_save``, biases), by their key.
+        others: entries that are whole weights (PEFT's ``modules_to_save``, biases), as the model names them.
         notes: what a reader had to add or could not know.
     """
 
@@ -71,6 +73,33 @@ class Adapter:
     linears: dict[str, Linear] = field(default_factory=dict)
     others: dict[str, torch.Tensor] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
+
+
+def plain_name(key: str) -> str:
+    """A key of PEFT's file as the base model names it."""
+    return key.removeprefix(PREFIX).replace(_INNER, "")
+
+
+def is_copy(key: str) -> bool:
+    """Whether the key is of a frozen weight that PEFT stores beside the factors of an adapted embedding or
+    head. Biases of adapted modules lie behind ``base_layer`` too, and are trained with ``bias="all"``."""
+    return key.endswith(f"{_INNER}.weight")
+
+
+def peft_entries(
+    linears: dict[str, Linear], others: dict[str, torch.Tensor], nested: dict[str, int]
+) -> dict[str, torch.Tensor]:
+    """Entries of PEFT's file for all but the experts' factors. ``nested``: by experts module, how many
+    adapters are around it."""
+    depths = dict.fromkeys(linears, 1) | nested
+    state = {}
+    for name, linear in linears.items():
+        state[f"{PREFIX}{name}.lora_A.weight"] = linear.a
+        state[f"{PREFIX}{name}.lora_B.weight"] = linear.b
+    for name, tensor in others.items():
+        module, _, parameter = name.rpartition(".")
+        state[f"{PREFIX}{module}{_INNER * depths.get(module, 0)}.{parameter}"] = tensor
+    return state
 
 
 def same_bits(x: torch.Tensor, y: torch.Tensor) -> bool:

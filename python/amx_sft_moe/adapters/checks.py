@@ -160,7 +160,7 @@ def _why_not_peft(config: dict[str, Any], adapter: Adapter) -> str:
 
 def _why_not_servers(config: dict[str, Any], adapter: Adapter) -> str:
     if adapter.others:
-        return "take no whole weights (modules_to_save)"
+        return "take no whole weights (modules_to_save, biases)"
     rank, alpha = config.get("r"), config.get("lora_alpha")
     if not isinstance(rank, int) or not isinstance(alpha, int | float):
         return "expect r and lora_alpha"

@@ -13,7 +13,16 @@ from typing import Any
 import torch
 
 from amx_sft_moe.adapters import ktransformers, peft_fused, per_expert
-from amx_sft_moe.adapters.adapter import FORMATS, FUSED, KTRANSFORMERS, PER_EXPERT, Adapter, Linear
+from amx_sft_moe.adapters.adapter import (
+    FORMATS,
+    FUSED,
+    KTRANSFORMERS,
+    PER_EXPERT,
+    Adapter,
+    Linear,
+    is_copy,
+    plain_name,
+)
 from amx_sft_moe.adapters.base import PROJECTIONS, BaseModel
 from amx_sft_moe.adapters.files import (
     CONFIG,
@@ -127,12 +136,13 @@ def understood(files: Files, base: BaseModel, problems: list[str] | None = None)
             _sort_in(files, base, name, (sides["A"], sides["B"]), adapter, fused, single)
     for key in rest:
         with _told(problems):
-            weight = _whole_weight(where, base, key.replace(".base_layer.", "."), files.tensors[key])
-            if ".base_layer." in key and "lora_" not in key:
-                # PEFT's copy of an adapted embedding or head: the base has it.
+            weight = _whole_weight(where, base, key, files.tensors[key])
+            if is_copy(key):
                 adapter.notes.append(f"{key}: left out, taken to be the base model's own")
+            elif plain_name(key) in adapter.others:
+                raise ArgumentError(f"{where}: expected one entry for {plain_name(key)}, got {key} too")
             else:
-                adapter.others[key] = weight
+                adapter.others[plain_name(key)] = weight
     with _told(problems):
         adapter.experts.update(peft_fused.read(files.config, base, fused, where) if fused else {})
     for place, found in single.items():
@@ -215,7 +225,7 @@ def _linear(files: Files, base: BaseModel, name: str, parameter: str, pair: Any)
 
 
 def _whole_weight(where: str, base: BaseModel, key: str, tensor: torch.Tensor) -> torch.Tensor:
-    name = base.place_of(key.removeprefix("base_model.model.")).name
+    name = base.place_of(plain_name(key)).name
     weight = base.parameters.get(name)
     if weight is None or "lora_" in key:
         raise ArgumentError(f"{where}: expected LoRA factors and whole weights of {base.where}, got {key}")

@@ -22,7 +22,7 @@ from typing import Any
 
 import torch
 
-from amx_sft_moe.adapters.adapter import Adapter, Factors
+from amx_sft_moe.adapters.adapter import Adapter, Factors, peft_entries
 from amx_sft_moe.adapters.base import PROJECTIONS, BaseModel
 from amx_sft_moe.adapters.files import CONFIG, KT_MANIFEST, KT_WEIGHTS, WEIGHTS, read_json, save_json
 from amx_sft_moe.adapters.fusing import zeros
@@ -30,7 +30,6 @@ from amx_sft_moe.adapters.per_expert import evened
 from amx_sft_moe.adapters.settings import Entry, entries_of_linears, targets_of_linears, written
 from amx_sft_moe.errors import ArgumentError
 
-PREFIX = "base_model.model."
 _KEY = re.compile(r"layers\.(\d+)\.experts\.(gate|up|down)_lora_([ab])")
 
 
@@ -121,10 +120,7 @@ def write(
         for name, factors in projections.items():
             key = f"layers.{numbers[module]}.experts.{name.removesuffix('_proj')}_lora"
             fused[f"{key}_a"], fused[f"{key}_b"] = torch.stack(factors.a), torch.stack(factors.b)
-    rest = dict(adapter.others)
-    for name, linear in adapter.linears.items():
-        rest[f"{PREFIX}{name}.lora_A.weight"] = linear.a
-        rest[f"{PREFIX}{name}.lora_B.weight"] = linear.b
+    rest = peft_entries(adapter.linears, adapter.others, {})
     some = next(iter(next(iter(even.values())).values()))
     targets = targets_of_linears(adapter.config, adapter.linears, ())
     config = written(

@@ -12,7 +12,7 @@ from peft import PeftModel, get_peft_model_state_dict
 from peft.tuners.lora import LoraLayer
 from peft.tuners.lora.layer import ParamWrapper
 
-from amx_sft_moe.adapters.adapter import PER_EXPERT, Adapter, Factors, Linear
+from amx_sft_moe.adapters.adapter import PER_EXPERT, PREFIX, Adapter, Factors, Linear, is_copy, plain_name
 from amx_sft_moe.adapters.base import PARAMETERS, BaseModel, base_like
 from amx_sft_moe.adapters.files import replaced_directory
 from amx_sft_moe.adapters.formats import pairs_of, write_adapter
@@ -83,7 +83,7 @@ def _adapter(model: PeftModel, adapter_name: str, base: BaseModel) -> Adapter:
     if not adapter.experts:
         raise ArgumentError(f"model: expected LoRA on fused experts in adapter {adapter_name!r}, got none")
     scalings = {
-        name.removeprefix("base_model.model."): module.scaling[adapter_name]
+        name.removeprefix(PREFIX): module.scaling[adapter_name]
         for name, module in model.named_modules()
         if isinstance(module, LoraLayer) and name not in wrappers and adapter_name in module.r
     }
@@ -98,7 +98,7 @@ def _adapter(model: PeftModel, adapter_name: str, base: BaseModel) -> Adapter:
             f"model: expected LoRA on linear layers and experts only, got {unknown[0]}: loaders of this layout "
             "would leave it out (PEFT's own save_pretrained keeps it)"
         )
-    adapter.others = {key: state[key] for key in rest if ".base_layer." not in key}  # copies of the base's
+    adapter.others = {plain_name(key): state[key] for key in rest if not is_copy(key)}
     return adapter
 
 
@@ -109,7 +109,7 @@ def _adapted_experts(
     for name, module in model.named_modules():
         if not isinstance(module, ParamWrapper) or adapter_name not in module.lora_A:
             continue
-        experts = name.replace(".base_layer", "").removeprefix("base_model.model.")
+        experts = plain_name(name)
         if module.parameter_name == "weight" and experts not in base.layouts:
             continue  # a router's: one matrix, like any linear layer
         if module.parameter_name not in PARAMETERS:

@@ -168,10 +168,7 @@ def _plan(
         for expert in range(len(factors.a))
     }
     linears = {base.place_of(f"{name}.weight").name: linear for name, linear in adapter.linears.items()}
-    wholes = {
-        base.place_of(key.removeprefix("base_model.model.")).name: tensor
-        for key, tensor in adapter.others.items()
-    }
+    wholes = {base.place_of(name).name: tensor for name, tensor in adapter.others.items()}
     unplaced = set(linears) | set(wholes)
     names = set(unplaced)
     plan: dict[str, list[_Matrix]] = {}
@@ -184,16 +181,18 @@ def _plan(
             place = _place(base, key, names)
             if place is None:
                 continue
-            if place.module is not None:
-                found = list(_expert_matrices(adapter, base, place, key, entry, start, left))
-            elif place.name in wholes:
+            if place.name in wholes and place.expert is None:
                 found = [_whole_matrix(key, entry, start, wholes[place.name])]
+            elif place.module is not None:
+                found = list(_expert_matrices(adapter, base, place, key, entry, start, left))
             elif place.name in linears:
                 one = linears[place.name]
                 found = [_matrix(key, entry, start, 0, [_Change(slice(None), one.a, one.b, one.scaling)])]
             else:
                 continue
-            unplaced.discard(place.name)
+            # Whole experts have no place in a checkpoint that holds them one by one.
+            if found:
+                unplaced.discard(place.name)
             plan[shard] += found
     if left or unplaced:
         missing = sorted(unplaced) or [f"{m}.{e}.{p}" for m, p, e in sorted(left)]

@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from amx_sft_moe.adapters.adapter import Adapter, Factors
+from amx_sft_moe.adapters.adapter import PREFIX, Adapter, Factors, peft_entries
 from amx_sft_moe.adapters.base import GATE_UP, PARAMETERS, BaseModel, ExpertsLayout
 from amx_sft_moe.adapters.fusing import fused, split_all
 from amx_sft_moe.adapters.settings import (
@@ -31,7 +31,6 @@ from amx_sft_moe.adapters.settings import (
 )
 from amx_sft_moe.errors import ArgumentError
 
-PREFIX = "base_model.model."
 Pair = tuple[torch.Tensor, torch.Tensor]  # lora_A.weight, lora_B.weight
 
 
@@ -145,9 +144,11 @@ def write(
     lost: list[str] = []
     state: dict[str, torch.Tensor] = {}
     entries: dict[str, Entry] = {}
+    nested: dict[str, int] = {}
     for module, projections in adapter.experts.items():
         layout = base.layout(module)
         whole = dict(_whole(projections, layout, lost))
+        nested[module] = len(whole)
         for parameter, factors in whole.items():
             a, b = _packed(factors, old=version < (0, 19) and not layout.transposed)
             inner = ".base_layer" if parameter == "gate_up_proj" and len(whole) == 2 else ""
@@ -155,10 +156,7 @@ def write(
             state[f"{PREFIX}{module}{inner}.lora_B.weight"] = b
             name = f"{module}.{parameter}"
             entries[name] = Entry(re.escape(name), factors.rank, factors.scaling)
-    for name, linear in adapter.linears.items():
-        state[f"{PREFIX}{name}.lora_A.weight"] = linear.a
-        state[f"{PREFIX}{name}.lora_B.weight"] = linear.b
-    state.update(adapter.others)
+    state |= peft_entries(adapter.linears, adapter.others, nested)
     taken = base.names_taken_by_peft if version >= (0, 19) else frozenset()
     for name in adapter.linears:
         if name.rpartition(".")[2] in taken:

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from amx_sft_moe.adapters.adapter import Adapter, Factors
+from amx_sft_moe.adapters.adapter import PREFIX, Adapter, Factors, peft_entries
 from amx_sft_moe.adapters.base import GATE_UP, PARAMETERS, PROJECTIONS, BaseModel
 from amx_sft_moe.adapters.fusing import folded, padded, zeros
 from amx_sft_moe.adapters.settings import (
@@ -30,7 +30,6 @@ from amx_sft_moe.adapters.settings import (
 )
 from amx_sft_moe.errors import ArgumentError
 
-PREFIX = "base_model.model."
 Pair = tuple[torch.Tensor, torch.Tensor]
 
 
@@ -108,10 +107,9 @@ def write(
             for name, a, b in zip(names[module, projection], factors.a, factors.b, strict=True):
                 state[f"{PREFIX}{name}.lora_A.weight"] = a
                 state[f"{PREFIX}{name}.lora_B.weight"] = b
-    for name, linear in linears.items():
-        state[f"{PREFIX}{name}.lora_A.weight"] = linear.a
-        state[f"{PREFIX}{name}.lora_B.weight"] = linear.b
-    state.update(adapter.others)
+    # Loading fuses gate and up into one adapter.
+    nested = {module: len({*projections} - {"up_proj"}) for module, projections in even.items()}
+    state |= peft_entries(linears, adapter.others, nested)
     return state, _config(adapter, even, linears, base, peft_version), lost
 
 
