@@ -6,6 +6,7 @@ import os
 import re
 import shutil
 from collections import namedtuple
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -46,7 +47,9 @@ def load(folder: Path, **options):
 
 
 def cache(folder: Path) -> Path:
-    return folder / transposed.FOLDER
+    """Where the files of the one state that was loaded are."""
+    (found,) = (folder / transposed.FOLDER).iterdir()
+    return found
 
 
 def test_parameters_are_views_of_the_converted_files(folder):
@@ -93,9 +96,13 @@ def test_leftovers_of_a_killed_process_are_removed(folder, written):
     left = lost.with_name(f".{WEIGHTS[0]}.safetensors.partial")
     left.write_bytes(lost.read_bytes()[:100])
     lost.unlink()
+    foreign = [place / ".download.partial" for place in (lost.parent, lost.parent.parent)]
+    for path in foreign:
+        path.write_text("of another program")
     load(folder)
     assert written[4:] == [WEIGHTS[2]]
     assert not left.exists()
+    assert all(path.exists() for path in foreign)
 
 
 @pytest.mark.parametrize("damage", ["cut", "garbage", "empty"])
@@ -123,18 +130,76 @@ def test_a_changed_checkpoint_is_noticed(folder, written, tmp_path):
 
 def test_a_folder_of_ones_own(folder, written, tmp_path):
     load(folder, cache_dir=tmp_path / "deep" / "cache")
-    assert not cache(folder).exists()
-    assert len(list((tmp_path / "deep" / "cache").glob("*.safetensors"))) == len(WEIGHTS)
+    assert not (folder / transposed.FOLDER).exists()
+    assert len(list((tmp_path / "deep" / "cache").glob("*/*.safetensors"))) == len(WEIGHTS)
     load(folder, cache_dir=tmp_path / "deep" / "cache")
     assert len(written) == len(WEIGHTS)
 
 
+def test_checkpoints_share_a_folder(folder, written, tmp_path):
+    other = make("gpt_oss", torch.bfloat16)
+    with torch.no_grad():
+        for parameter in other.parameters():
+            parameter.mul_(2)
+    other.save_pretrained(tmp_path / "other", max_shard_size="15KB")
+    loaded = [load(path, cache_dir=tmp_path / "cache") for path in (folder, tmp_path / "other")]
+    assert len(written) == 2 * len(WEIGHTS)
+    for path in (folder, tmp_path / "other"):
+        load(path, cache_dir=tmp_path / "cache")
+    assert len(written) == 2 * len(WEIGHTS)
+    states = [model.state_dict() for model in loaded]
+    for name in WEIGHTS:
+        assert torch.equal(2 * states[0][name], states[1][name])
+
+
+def test_what_was_written_is_read_before_the_lock_is_released(folder, monkeypatch):
+    held = []
+    locked, read = transposed._locked, transposed._read
+
+    @contextmanager
+    def watched(place):
+        with locked(place):
+            held.append(place)
+            yield
+            held.pop()
+            for path in place.glob("*.safetensors"):
+                path.write_bytes(b"another process's")
+
+    found = []
+
+    def reading(*arguments):
+        found.append((bool(held), read(*arguments)))
+        return found[-1][1]
+
+    monkeypatch.setattr(transposed, "_locked", watched)
+    monkeypatch.setattr(transposed, "_read", reading)
+    load(folder)
+    assert all(inside for inside, tensor in found if tensor is not None)
+
+
 def test_too_little_space_is_said_before_anything_is_written(folder, written, monkeypatch):
     usage = namedtuple("usage", "total used free")
-    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage(10**9, 0, 10**6))
-    with pytest.raises(ArgumentError, match=r"cache_dir: expected 0.000 GB of free space .* got 0.001 GB in "):
-        load(folder)
+    with monkeypatch.context() as patch:
+        patch.setattr(shutil, "disk_usage", lambda path: usage(10**9, 0, transposed._RESERVE))
+        with pytest.raises(
+            ArgumentError, match=r"cache_dir: expected 67,154,944 bytes of free .* got 67,108,864 in "
+        ):
+            load(folder)
     assert written == []
+    load(folder)
+    # Another process has written all of it when this one gets the lock.
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage(10**9, 0, 0))
+    absent, read = set(WEIGHTS), transposed._read
+
+    def late(place, one, stamp):
+        if one.parameter in absent:
+            absent.remove(one.parameter)
+            return None
+        return read(place, one, stamp)
+
+    monkeypatch.setattr(transposed, "_read", late)
+    load(folder)
+    assert len(written) == len(WEIGHTS)
 
 
 def test_a_folder_that_cannot_be_made(folder, tmp_path):

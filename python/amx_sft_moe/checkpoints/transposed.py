@@ -2,7 +2,9 @@
 
 The operator reads rows ``[out, in]``. A file with them is made beside the checkpoint, expert by expert, and
 mapped from then on: the model's parameter is its transposed view. An interrupted conversion goes on with the
-next tensor; a changed checkpoint is noticed and converted anew.
+next tensor; a changed checkpoint is noticed and converted anew. Each state of a checkpoint has a folder of its
+own, so that several can share a cache and a model in use keeps its files. (Files of earlier revisions, which
+lay directly in the cache, are not found any more.)
 """
 
 from __future__ import annotations
@@ -97,14 +99,15 @@ def converted(
     Args:
         files: the checkpoint.
         conversions: what is needed.
-        cache_dir: where the files are; ``None``: the folder ``amx_sft_moe-experts`` of the checkpoint.
+        cache_dir: where the folder with the files is; ``None``: ``amx_sft_moe-experts`` of the checkpoint.
         progress: whether a bar on standard error shows the bytes written.
 
     Raises:
         ArgumentError: too little space, or a folder that cannot be written; the message names it.
     """
-    folder = files.directory / FOLDER if cache_dir is None else Path(cache_dir)
     prints = {path: _fingerprint(path) for one in conversions for path in map(files.file_of, one.sources)}
+    folder = files.directory / FOLDER if cache_dir is None else Path(cache_dir)
+    folder /= hashlib.sha256("".join(prints[path] for path in sorted(prints)).encode()).hexdigest()[:32]
     stamps = {
         one.parameter: {
             "format": _FORMAT,
@@ -113,13 +116,16 @@ def converted(
         for one in conversions
     }
     found = {one.parameter: _read(folder, one, stamps[one.parameter]) for one in conversions}
-    if missing := [one for one in conversions if found[one.parameter] is None]:
+    if any(tensor is None for tensor in found.values()):
         with _locked(folder):
+            for one in conversions:  # of a process that was killed
+                _partial(folder, one.parameter).unlink(missing_ok=True)
             # Another process may have made some while this one waited.
-            missing = [one for one in missing if _read(folder, one, stamps[one.parameter]) is None]
-            _require_space(folder, sum(one.nbytes for one in missing))
-            _write_all(folder, missing, stamps, progress)
-        found = {one.parameter: _read(folder, one, stamps[one.parameter]) for one in conversions}
+            missing = [one for one in conversions if _read(folder, one, stamps[one.parameter]) is None]
+            if missing:
+                _require_space(folder, sum(one.nbytes for one in missing))
+                _write_all(folder, missing, stamps, progress)
+            found = {one.parameter: _read(folder, one, stamps[one.parameter]) for one in conversions}
     for parameter, tensor in found.items():
         if tensor is None:
             raise ArgumentError(f"{_path(folder, parameter)}: expected the file just written, got another")
@@ -138,6 +144,10 @@ def _fingerprint(path: Path) -> str:
 
 def _path(folder: Path, parameter: str) -> Path:
     return folder / f"{parameter}.safetensors"
+
+
+def _partial(folder: Path, parameter: str) -> Path:
+    return folder / f".{_path(folder, parameter).name}.partial"
 
 
 def _read(folder: Path, one: Conversion, stamp: Mapping[str, str]) -> torch.Tensor | None:
@@ -166,17 +176,16 @@ def _locked(folder: Path) -> Iterator[None]:
         ) from error
     with lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        for left in folder.glob(".*.partial"):  # of a process that was killed
-            left.unlink()
         yield
 
 
 def _require_space(folder: Path, needed: int) -> None:
     free = shutil.disk_usage(folder).free
-    if needed + _RESERVE > free:
+    needed += _RESERVE
+    if needed > free:
         raise ArgumentError(
-            f"cache_dir: expected {needed / 1e9:.3f} GB of free space for the operator's layout, got "
-            f"{free / 1e9:.3f} GB in {folder}"
+            f"cache_dir: expected {needed:,} bytes of free space for the operator's layout, got "
+            f"{free:,} in {folder}"
         )
 
 
@@ -195,7 +204,7 @@ def _write_all(
     ) as bar:
         for one in missing:
             path = _path(folder, one.parameter)
-            partial = path.with_name(f".{path.name}.partial")
+            partial = _partial(folder, one.parameter)
             try:
                 with partial.open("wb") as file:
                     _write(file, one, stamps[one.parameter], bar)
