@@ -18,6 +18,12 @@ class KernelError(RuntimeError):
     """A kernel that this CPU or this build does not have; the message lists those available."""
 
 
+def cause_of(reason: BaseException) -> str:
+    """Type and first line of any exception, for a message of ours; some have no message."""
+    lines = str(reason).strip().splitlines()
+    return f"{type(reason).__name__}: {lines[0][:200]}" if lines else type(reason).__name__
+
+
 # Tracebacks and pickles name them where users import them from.
 for _error in (ArgumentError, StateError, KernelError):
     _error.__module__ = "amx_sft_moe"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from pathlib import Path
 
@@ -106,6 +107,28 @@ def test_inspect_finds_untrained_and_broken_numbers(single: Path) -> None:
     assert inspect_adapter(single.parent / "fused")["experts"]["down_proj"]["zero_b_first"] == [
         "model.layers.1.mlp.experts.down_proj[2]"
     ]
+
+
+@pytest.mark.parametrize("to", ["peft-fused", "per-expert", "ktransformers"])
+def test_check_reads_every_number(to: str, tmp_path: Path) -> None:
+    source, _ = stock_adapter("qwen3", json.dumps({"modules_to_save": ["lm_head"]}))
+    convert_adapter(source, tmp_path / "a", to)
+    other = {"lora_A.": "lora_B.", "lora_B.": "lora_A.", "_lora_a": "_lora_b", "_lora_b": "_lora_a"}
+
+    def told(path: Path, state: dict[str, torch.Tensor]) -> int:
+        save_file(state, path)
+        return sum("got 1 NaN or Inf" in finding for finding in check_adapter(tmp_path / "a").findings)
+
+    for path in (tmp_path / "a").glob("*.safetensors"):
+        state = load_file(path)
+        for key in (key for key in state if not re.search(r"layers\.0\.|experts\.[0-3]\.", key)):
+            spoilt = {**state, key: state[key].clone()}
+            spoilt[key].view(-1)[-1] = float("nan")
+            assert told(path, spoilt) == 1, key
+            for half in (half for half in other if half in key):
+                del spoilt[key.replace(half, other[half])]
+                assert told(path, spoilt) == 1, f"{key} alone"
+        save_file(state, path)
 
 
 def test_check_tells_every_finding(single: Path, capfd: pytest.CaptureFixture[str]) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import json
 import os
 import shutil
 import signal
@@ -94,6 +95,7 @@ def case(request: pytest.FixtureRequest, tmp_path: Path) -> tuple[Path, Callable
     if request.param == "merge over":
         target.mkdir(parents=True)
         (target / "config.json").write_text("{}")
+        save_file({}, target / "model.safetensors")
     base, over = checkpoint("qwen3"), target.exists()
     return target, lambda: merge_adapter(source, base, target, overwrite=over, progress=False)
 
@@ -210,6 +212,16 @@ BROKEN: dict[str, Callable[[Path], object]] = {
     ),
     "another shape": lambda d: changed(d, lambda s: s.update({k: v[:, :3].clone() for k, v in s.items()})),
     "a vector": lambda d: changed(d, lambda s: s.update({k: v.flatten() for k, v in s.items()})),
+    "rank 0": lambda d: changed(d, lambda s: s.update({k: v[:0].clone() for k, v in s.items()})),
+    "float8 factors": lambda d: changed(d, lambda s: cast_all(s, torch.float8_e4m3fn)),
+    "bool factors": lambda d: changed(d, lambda s: cast_all(s, torch.bool)),
+    "integer factors": lambda d: changed(d, lambda s: cast_all(s, torch.int32)),
+    "a deep config": lambda d: (d / "adapter_config.json").write_text('{"r":' + "[" * 100_000),
+    "a deep pattern": lambda d: write_config(d, rank_pattern={"(" * 5000 + ")" * 5000: 4}),
+    "an endless alpha": lambda d: write_config(d, lora_alpha=10**400),
+    "an endless rank": lambda d: write_config(d, r=10**400, rank_pattern={".*": 4}),
+    "a pickle of other things": lambda d: pickled(d, lambda s: {1: torch.ones(2)}),
+    "a pickle of sparse factors": lambda d: pickled(d, lambda s: {k: v.to_sparse() for k, v in s.items()}),
     "a pickle that is none": lambda d: os.replace(d / "adapter_model.safetensors", d / "adapter_model.bin"),
 }
 
@@ -218,6 +230,15 @@ def changed(directory: Path, change: Callable[[dict[str, torch.Tensor]], object]
     state = {key: tensor.clone() for key, tensor in load_file(directory / "adapter_model.safetensors").items()}
     change(state)
     save_file(state, directory / "adapter_model.safetensors")
+
+
+def cast_all(state: dict[str, torch.Tensor], dtype: torch.dtype) -> None:
+    state.update({key: tensor.to(dtype) for key, tensor in state.items()})
+
+
+def pickled(directory: Path, change: Callable[[dict[str, torch.Tensor]], object]) -> None:
+    torch.save(change(load_file(directory / "adapter_model.safetensors")), directory / "adapter_model.bin")
+    (directory / "adapter_model.safetensors").unlink()
 
 
 @pytest.mark.parametrize("to", ["peft-fused", "per-expert", "ktransformers"])
@@ -247,6 +268,56 @@ def test_broken_files_are_told(name: str, to: str, tmp_path: Path, capfd: pytest
     assert main(["merge", str(adapter), base, str(tmp_path / "m"), "--no-progress"]) == (2 if fails else 0) or (
         name == "no tensors"
     )
+
+
+EXPERTS_APART: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "rank 0": lambda t: t[:, :0] if t.shape[1] == 4 else t[:, :, :0],
+    "float8": lambda t: t.to(torch.float8_e4m3fn),
+    "bool": lambda t: t.bool(),
+    "integer": lambda t: t.int(),
+}
+
+
+@pytest.mark.parametrize("name", EXPERTS_APART)
+def test_broken_experts_of_ktransformers(name: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    source, _ = stock_adapter("qwen3")
+    adapter, base = tmp_path / "adapter", str(checkpoint("qwen3"))
+    convert_adapter(source, adapter, "ktransformers")
+    state = {key: tensor.clone() for key, tensor in load_file(adapter / files.KT_WEIGHTS).items()}
+    state = {key: EXPERTS_APART[name](tensor).contiguous() for key, tensor in state.items()}
+    save_file(state, adapter / files.KT_WEIGHTS)
+    assert main(["inspect", str(adapter)]) == 2
+    assert main(["check", str(adapter), "--base", base]) == main(["check", str(adapter)]) == 1
+    assert main(["convert", str(adapter), str(tmp_path / "x"), "--to", "per-expert", "--base", base]) == 2
+    assert main(["merge", str(adapter), base, str(tmp_path / "m"), "--no-progress"]) == 2
+    assert f"error: {adapter / files.KT_WEIGHTS}: layers.0." in capfd.readouterr().err
+
+
+@pytest.mark.parametrize("alpha", [float("inf"), 10**400, True, None])
+def test_a_manifest_without_a_usable_alpha(
+    alpha: object, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    adapter, base = tmp_path / "adapter", str(checkpoint("qwen3"))
+    convert_adapter(stock_adapter("qwen3", '{"target_modules": []}')[0], adapter, "ktransformers")
+    for name in (files.CONFIG, files.WEIGHTS):
+        (adapter / name).unlink()
+    manifest = json.loads((adapter / files.KT_MANIFEST).read_text())
+    manifest["lora"]["alpha"] = alpha
+    (adapter / files.KT_MANIFEST).write_text(json.dumps(manifest))
+    assert main(["convert", str(adapter), str(tmp_path / "x"), "--to", "per-expert", "--base", base]) == 2
+    assert "expected lora_alpha in" in capfd.readouterr().err
+
+
+def test_experts_in_both_files(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    source, _ = stock_adapter("qwen3")
+    for to in ("peft-fused", "per-expert"):
+        convert_adapter(source, tmp_path / to, "ktransformers")
+        convert_adapter(source, tmp_path / "single", to, overwrite=True)
+        shutil.copy(tmp_path / "single" / files.WEIGHTS, tmp_path / to / files.WEIGHTS)
+        assert main(["check", str(tmp_path / to)]) == 1
+        assert main(["convert", str(tmp_path / to), str(tmp_path / "x"), "--to", "per-expert"]) == 2
+        said = capfd.readouterr().err
+        assert f"expected experts in {files.KT_WEIGHTS} or in {files.WEIGHTS}, got both in " in said
 
 
 def test_directories_that_are_none(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:

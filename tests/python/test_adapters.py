@@ -176,6 +176,18 @@ def test_biases_of_adapted_layers(bias: str, tmp_path: Path) -> None:
     assert largest_difference(stock_merge("qwen2", tmp_path), merged) <= 1e-6
 
 
+def test_an_adapter_of_another_format_goes(tmp_path: Path) -> None:
+    source, merged = stock_adapter("mixtral")
+    before, _ = stock_adapter("mixtral", '{"lora_alpha": 3}')
+    adapters.convert_adapter(before, tmp_path, "ktransformers")
+    (tmp_path / files.PICKLED).write_bytes(b"older still")
+    model = PeftModel.from_pretrained(model_of(checkpoint("mixtral")), source)
+    adapters.save_per_expert(model, tmp_path)
+    assert sorted(path.name for path in tmp_path.iterdir()) == [files.CONFIG, files.WEIGHTS]
+    adapters.merge_adapter(tmp_path, checkpoint("mixtral"), tmp_path / "out", progress=False)
+    assert largest_difference(model_of(tmp_path / "out").state_dict(), merged) <= 1e-6
+
+
 def test_other_files_stay(tmp_path: Path) -> None:
     (tmp_path / "checkpoint-1").mkdir()
     (tmp_path / "checkpoint-1" / "state.json").write_text("{}")

@@ -7,9 +7,10 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from transformers import MixtralConfig
 
 from amx_sft_moe import ArgumentError
-from amx_sft_moe.checkpoints import CheckpointFiles, load_model
+from amx_sft_moe.checkpoints import CheckpointFiles, load_model, loading
 from checkpoint_folders import edit_config, write
 
 
@@ -117,8 +118,26 @@ class TestDamage:
         with pytest.raises(ArgumentError, match=message):
             load_model(own)
 
+    def test_a_cause_without_words(self, own, monkeypatch):
+        def refuse(*arguments, **options):
+            raise ValueError
+
+        monkeypatch.setattr(loading.AutoModelForCausalLM, "from_config", refuse)
+        with pytest.raises(
+            ArgumentError, match=r"expected a causal language model, got 'mixtral': ValueError$"
+        ):
+            load_model(own)
+        monkeypatch.setattr(loading.AutoConfig, "from_pretrained", refuse)
+        monkeypatch.setattr(MixtralConfig, "from_dict", refuse)
+        with pytest.raises(ArgumentError, match=r"one that transformers refuses: ValueError$"):
+            load_model(own)
+        edit_config(own, architectures=["NothingForCausalLM"])
+        with pytest.raises(ArgumentError, match=r"got model_type 'mixtral': ValueError$"):
+            load_model(own)
+
     @pytest.mark.parametrize(
-        ("content", "message"), [(None, "expected a configuration"), ("{", "expected JSON")]
+        ("content", "message"),
+        [(None, "expected a configuration"), ("{", "expected JSON"), ("[" * 100_000, "expected JSON")],
     )
     def test_no_configuration(self, own, content, message):
         (own / "config.json").unlink()

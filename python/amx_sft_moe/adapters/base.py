@@ -23,7 +23,7 @@ import torch
 from peft import LoraConfig
 from torch import nn
 
-from amx_sft_moe.errors import ArgumentError
+from amx_sft_moe.errors import ArgumentError, cause_of
 
 PROJECTIONS = ("gate_proj", "up_proj", "down_proj")
 PARAMETERS = ("gate_up_proj", "down_proj")
@@ -194,7 +194,7 @@ def load_base(where: str | os.PathLike[str]) -> BaseModel:
         # transformers, json and the model's own code raise whatever they like for a file that is not theirs.
         raise ArgumentError(
             f"base: expected the config.json of a model that transformers knows, got {where}: "
-            f"{type(reason).__name__}: {_first_line(reason)}"
+            + cause_of(reason)
         ) from None
     return _described(where, config, model)
 
@@ -256,7 +256,3 @@ def _expert_of(pattern: str, key: str) -> int | None:
     # transformers reads "*." as any part of a name; for experts it is their number.
     found = re.search(pattern.replace("*.", r"(\d+)\."), key) if pattern.count("*.") == 1 else None
     return int(found.group(1)) if found else None
-
-
-def _first_line(reason: BaseException) -> str:
-    return (str(reason).strip() or "no message").splitlines()[0][:200]

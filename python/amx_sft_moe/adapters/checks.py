@@ -15,7 +15,7 @@ from amx_sft_moe.adapters.base import GATE_UP, BaseModel
 from amx_sft_moe.adapters.conversion import base_for
 from amx_sft_moe.adapters.files import CONFIG, KT_MANIFEST
 from amx_sft_moe.adapters.formats import Files, format_of, fused_the_old_way, pairs_of, read_files, understood
-from amx_sft_moe.adapters.inspection import pieces_of
+from amx_sft_moe.adapters.inspection import not_finite, others_of, pieces_of
 from amx_sft_moe.adapters.settings import require_plain_lora
 from amx_sft_moe.errors import ArgumentError
 
@@ -72,9 +72,9 @@ def check_adapter(directory: str | os.PathLike[str], base: str | os.PathLike[str
     except ArgumentError as reason:
         findings.append(str(reason))
     for piece in pieces_of(files, kind):
-        bad = sum(int((~torch.isfinite(side)).sum()) for side in (piece.a, piece.b))
-        if bad:
-            findings.append(f"{piece.name}: expected finite numbers, got {bad} NaN or Inf")
+        _require_finite(piece.name, not_finite(piece.a) + not_finite(piece.b), findings)
+    for key, tensor in others_of(files):
+        _require_finite(key, not_finite(tensor), findings)
     model = _base(directory, base, notes)
     if model is None:
         for name, sides in pairs.items():
@@ -88,6 +88,11 @@ def check_adapter(directory: str | os.PathLike[str], base: str | os.PathLike[str
     if not adapter.experts:
         notes.append("no routed experts are adapted")
     return Check(kind, tuple(findings), tuple(notes), tuple(_loads(kind, files, model, adapter)))
+
+
+def _require_finite(name: str, bad: int, findings: list[str]) -> None:
+    if bad:
+        findings.append(f"{name}: expected finite numbers, got {bad} NaN or Inf")
 
 
 def _base(

@@ -18,7 +18,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
-from amx_sft_moe.errors import ArgumentError
+from amx_sft_moe.errors import ArgumentError, cause_of
 
 logger = logging.getLogger("amx_sft_moe")
 
@@ -27,6 +27,7 @@ PICKLED = "adapter_model.bin"
 KT_WEIGHTS, KT_MANIFEST = "fused_expert_lora.safetensors", "kt_adapter_manifest.json"
 ADAPTER_FILES = (WEIGHTS, PICKLED, CONFIG, KT_WEIGHTS, KT_MANIFEST)
 
+_FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)  # with which torch computes
 _EXCHANGE = 2  # RENAME_EXCHANGE of <linux/fs.h>
 _AT_FDCWD = -100
 
@@ -35,28 +36,49 @@ def read_json(path: Path) -> dict[str, Any]:
     """A JSON object, or an :class:`ArgumentError` that names the file."""
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as reason:
-        raise ArgumentError(f"{path}: expected a JSON object, got {_say(reason)}") from None
+    except (OSError, ValueError, RecursionError) as reason:
+        raise ArgumentError(f"{path}: expected a JSON object, got {cause_of(reason)}") from None
     if not isinstance(found, dict):
         raise ArgumentError(f"{path}: expected a JSON object, got a {type(found).__name__}")
     return found
 
 
 def read_tensors(path: Path) -> dict[str, torch.Tensor]:
-    """All tensors of a safetensors file (mapped, not copied) or of a ``.bin`` file without foreign code."""
+    """All tensors of a safetensors file (mapped, not copied) or of a ``.bin`` file without foreign code.
+
+    Each can be computed with: of a floating type, on the CPU, with elements (so of no rank 0).
+    """
     try:
-        if path.suffix == ".bin":
-            found = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
-            if not isinstance(found, dict) or not all(isinstance(v, torch.Tensor) for v in found.values()):
-                raise ValueError(f"a {type(found).__name__}")
-            return found
-        with safe_open(path, framework="pt", device="cpu") as handle:
-            return {key: handle.get_tensor(key) for key in handle.keys()}  # noqa: SIM118
+        found = _read_pickle(path) if path.suffix == ".bin" else _read_safetensors(path)
     except Exception as reason:
         # A pickle that is none raises nearly anything.
         if isinstance(reason, MemoryError):
             raise
-        raise ArgumentError(f"{path}: expected a file of tensors, got {_say(reason)}") from None
+        raise ArgumentError(f"{path}: expected a file of tensors, got {cause_of(reason)}") from None
+    for key, tensor in found.items():
+        if tensor.dtype not in _FLOATS:
+            raise ArgumentError(f"{path}: {key}: expected one of {list(map(str, _FLOATS))}, got {tensor.dtype}")
+        if tensor.layout != torch.strided or tensor.device.type != "cpu" or 0 in tensor.shape:
+            raise ArgumentError(
+                f"{path}: {key}: expected a plain tensor with elements, got {list(tensor.shape)}, "
+                f"{tensor.layout} on {tensor.device}"
+            )
+    return found
+
+
+def _read_safetensors(path: Path) -> dict[str, torch.Tensor]:
+    with safe_open(path, framework="pt", device="cpu") as handle:
+        return {key: handle.get_tensor(key) for key in handle.keys()}  # noqa: SIM118
+
+
+def _read_pickle(path: Path) -> dict[str, torch.Tensor]:
+    found = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+    if not isinstance(found, dict):
+        raise ValueError(f"a {type(found).__name__}")
+    for key, value in found.items():
+        if not isinstance(key, str) or not isinstance(value, torch.Tensor):
+            raise ValueError(f"a {type(value).__name__} under {key!r}")
+    return {key: tensor.detach() for key, tensor in found.items()}
 
 
 def tensor_positions(path: Path) -> tuple[int, dict[str, dict[str, Any]]]:
@@ -71,14 +93,9 @@ def tensor_positions(path: Path) -> tuple[int, dict[str, dict[str, Any]]]:
             length = int.from_bytes(file.read(8), "little")
             header = json.loads(file.read(length))
     except (OSError, ValueError, SafetensorError) as reason:
-        raise ArgumentError(f"{path}: expected a safetensors file, got {_say(reason)}") from None
+        raise ArgumentError(f"{path}: expected a safetensors file, got {cause_of(reason)}") from None
     header.pop("__metadata__", None)
     return 8 + length, header
-
-
-def _say(reason: BaseException) -> str:
-    text = str(reason).strip().splitlines()
-    return f"{type(reason).__name__}: {text[0][:200]}" if text else type(reason).__name__
 
 
 def save_tensors(tensors: dict[str, torch.Tensor], path: Path) -> None:

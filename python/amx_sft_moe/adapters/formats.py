@@ -61,7 +61,7 @@ def read_files(directory: str | os.PathLike[str]) -> Files:
     """Opens an adapter directory.
 
     Raises:
-        ArgumentError: not a directory, files missing, empty, truncated or of another kind.
+        ArgumentError: not a directory, files missing, empty, truncated or of another kind, experts in two.
     """
     directory = Path(directory)
     if not directory.is_dir():
@@ -74,7 +74,13 @@ def read_files(directory: str | os.PathLike[str]) -> Files:
     config = read_json(directory / CONFIG) if needed else {}
     if config:
         require_sound(config, str(directory / CONFIG))
-    return Files(directory, config, read_tensors(files[0]) if files else {}, kt)
+    tensors = read_tensors(files[0]) if files else {}
+    if kt is not None and (doubled := [name for name in pairs_of(tensors)[0] if _experts_format(name)]):
+        raise ArgumentError(
+            f"adapter: expected experts in {KT_WEIGHTS} or in {files[0].name}, got both in {directory} "
+            f"({doubled[0]})"
+        )
+    return Files(directory, config, tensors, kt)
 
 
 def pairs_of(tensors: dict[str, torch.Tensor]) -> tuple[dict[str, dict[str, torch.Tensor]], list[str]]:
@@ -94,12 +100,16 @@ def format_of(files: Files, modules: Iterable[str]) -> str | None:
     """One of :data:`FORMATS` by the names of what is adapted; ``None``: no experts."""
     if files.kt_tensors is not None:
         return KTRANSFORMERS
-    modules = list(modules)
-    kinds = {FUSED: _FUSED_NAME, PER_EXPERT: _EXPERT_NAME}
-    found = [kind for kind, name in kinds.items() if any(name.fullmatch(module) for module in modules)]
+    found = {_experts_format(module) for module in modules} - {None}
     if len(found) > 1:
         raise ArgumentError(f"{files.weights_path}: expected experts fused or one by one, got both in one file")
-    return found[0] if found else None
+    return found.pop() if found else None
+
+
+def _experts_format(module: str) -> str | None:
+    """The format by one adapted module's name; ``None``: no experts."""
+    kinds = {FUSED: _FUSED_NAME, PER_EXPERT: _EXPERT_NAME}
+    return next((kind for kind, name in kinds.items() if name.fullmatch(module)), None)
 
 
 def read_adapter(directory: str | os.PathLike[str], base: BaseModel) -> tuple[Adapter, str | None]:

@@ -115,11 +115,16 @@ def _count(group: _Group, piece: Piece) -> None:
     if piece.scaling is not None:
         group.scalings.add(piece.scaling)
     for side in (piece.a, piece.b):
-        group.not_finite += int((~torch.isfinite(side)).sum())
+        group.not_finite += not_finite(side)
     group.max_abs_a = max(group.max_abs_a, _largest(piece.a))
     group.max_abs_b = max(group.max_abs_b, _largest(piece.b))
     if not bool(piece.b.any()):
         group.zero_b.append(piece.name)
+
+
+def not_finite(tensor: torch.Tensor) -> int:
+    """How many numbers are NaN or Inf."""
+    return int((~torch.isfinite(tensor)).sum())
 
 
 def _largest(tensor: torch.Tensor) -> float:
@@ -131,7 +136,7 @@ def pieces_of(files: Files, kind: str | None) -> Iterator[Piece]:
     pairs, _ = pairs_of(files.tensors)
     both = {name.replace(".base_layer", "") for name in pairs if name.endswith(".base_layer")}
     for name, sides in pairs.items():
-        if set(sides) != {"A", "B"} or any(side.dim() != 2 for side in sides.values()):
+        if not _is_pair(sides):
             continue
         a, b = sides["A"], sides["B"]
         layer = re.search(r"\.(\d+)\.", f".{name}.")
@@ -145,16 +150,36 @@ def pieces_of(files: Files, kind: str | None) -> Iterator[Piece]:
             yield from _of_fused(files, module, _parameter(files, name, module in both), number, a, b)
         else:
             yield Piece(module.rpartition(".")[2], name, number, None, a, b, _scaling(files, name, a.shape[0]))
-    for key, a in (files.kt_tensors or {}).items():
-        match = re.fullmatch(r"layers\.(\d+)\.experts\.(\w+)_lora_a", key)
-        other = (files.kt_tensors or {}).get(f"{key[:-1]}b")
-        if match is None or other is None or a.dim() != 3 or other.dim() != 3:
-            continue
+    for key, match, a, b in _kt_pairs(files):
         alpha = files.config.get("lora_alpha")
         scaling = alpha / a.shape[1] if isinstance(alpha, int | float) else None
-        for at, (one_a, one_b) in enumerate(zip(a, other, strict=False)):
+        for at, (one_a, one_b) in enumerate(zip(a, b, strict=True)):
             group = f"{match.group(2)}_proj"
             yield Piece(group, f"{key}[{at}]", int(match.group(1)), at, one_a, one_b, scaling)
+
+
+def others_of(files: Files) -> Iterator[tuple[str, torch.Tensor]]:
+    """All tensors of a directory that are in none of its pieces, by their keys."""
+    pairs, rest = pairs_of(files.tensors)
+    yield from ((key, files.tensors[key]) for key in rest)
+    for name, sides in pairs.items():
+        if not _is_pair(sides):
+            yield from ((f"{name}.lora_{side}.weight", tensor) for side, tensor in sides.items())
+    paired = {f"{key[:-1]}{side}" for key, *_ in _kt_pairs(files) for side in "ab"}
+    yield from ((key, tensor) for key, tensor in (files.kt_tensors or {}).items() if key not in paired)
+
+
+def _is_pair(sides: dict[str, torch.Tensor]) -> bool:
+    return set(sides) == {"A", "B"} and all(side.dim() == 2 for side in sides.values())
+
+
+def _kt_pairs(files: Files) -> Iterator[tuple[str, re.Match[str], torch.Tensor, torch.Tensor]]:
+    """A's key and its match, A and B, both with experts first."""
+    tensors = files.kt_tensors or {}
+    for key, a in tensors.items():
+        match, b = re.fullmatch(r"layers\.(\d+)\.experts\.(\w+)_lora_a", key), tensors.get(f"{key[:-1]}b")
+        if match is not None and b is not None and a.dim() == b.dim() == 3 and len(a) == len(b):
+            yield key, match, a, b
 
 
 def _parameter(files: Files, name: str, nested: bool) -> str:

@@ -27,7 +27,7 @@ from amx_sft_moe.adapters.base import PROJECTIONS, BaseModel
 from amx_sft_moe.adapters.files import CONFIG, KT_MANIFEST, KT_WEIGHTS, WEIGHTS, read_json, save_json
 from amx_sft_moe.adapters.fusing import zeros
 from amx_sft_moe.adapters.per_expert import evened
-from amx_sft_moe.adapters.settings import Entry, entries_of_linears, targets_of_linears, written
+from amx_sft_moe.adapters.settings import Entry, entries_of_linears, is_number, targets_of_linears, written
 from amx_sft_moe.errors import ArgumentError
 
 _KEY = re.compile(r"layers\.(\d+)\.experts\.(gate|up|down)_lora_([ab])")
@@ -76,7 +76,7 @@ def _alpha(config: dict[str, Any], directory: Path) -> float:
     if alpha is None and (directory / KT_MANIFEST).is_file():
         lora = read_json(directory / KT_MANIFEST).get("lora")
         alpha = lora.get("alpha") if isinstance(lora, dict) else None
-    if not isinstance(alpha, int | float) or isinstance(alpha, bool):
+    if not is_number(alpha):
         raise ArgumentError(f"{directory}: expected lora_alpha in {CONFIG} or {KT_MANIFEST}, got {alpha!r}")
     return float(alpha)
 

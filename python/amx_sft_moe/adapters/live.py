@@ -14,7 +14,7 @@ from peft.tuners.lora.layer import ParamWrapper
 
 from amx_sft_moe.adapters.adapter import PER_EXPERT, PREFIX, Adapter, Factors, Linear, is_copy, plain_name
 from amx_sft_moe.adapters.base import PARAMETERS, BaseModel, base_like
-from amx_sft_moe.adapters.files import replaced_directory
+from amx_sft_moe.adapters.files import KT_MANIFEST, KT_WEIGHTS, PICKLED, replaced_directory
 from amx_sft_moe.adapters.formats import pairs_of, write_adapter
 from amx_sft_moe.adapters.fusing import split_all
 from amx_sft_moe.adapters.settings import require_plain_lora
@@ -38,8 +38,8 @@ def save_per_expert(
 
     Args:
         model: a PEFT model with LoRA on ``gate_up_proj`` and / or ``down_proj`` of fused experts.
-        directory: receives ``adapter_model.safetensors`` and ``adapter_config.json``; made if need be; its
-            other files stay.
+        directory: receives ``adapter_model.safetensors`` and ``adapter_config.json``; made if need be; an
+            adapter there in any format is replaced, all other files stay.
         adapter_name: which adapter; ``None``: the active one.
 
     Returns:
@@ -54,7 +54,8 @@ def save_per_expert(
     base = base_like(model.get_base_model())
     adapter = _adapter(model, adapter_name, base)
     directory = Path(directory)
-    with replaced_directory(directory, drop=()) as work:
+    # An older adapter of another format there would be read with or instead of this one.
+    with replaced_directory(directory, drop=(PICKLED, KT_WEIGHTS, KT_MANIFEST)) as work:
         write_adapter(adapter, base, PER_EXPERT, work, peft.__version__)
     return directory
 

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import math
 import re
+import sys
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeGuard
 
 from peft.utils.other import get_pattern_key
 
@@ -61,19 +62,21 @@ def require_sound(config: dict[str, Any], where: str) -> None:
             raise ArgumentError(f"{where}: expected {what} as {name}, got {config.get(name)!r}")
 
     wants("r", "a positive whole number", _is_rank)
-    wants("lora_alpha", "a number", _is_number)
+    wants("lora_alpha", "a number", is_number)
     wants("rank_pattern", "patterns with whole numbers", lambda table: _is_table(table, _is_rank))
-    wants("alpha_pattern", "patterns with numbers", lambda table: _is_table(table, _is_number))
+    wants("alpha_pattern", "patterns with numbers", lambda table: _is_table(table, is_number))
     wants("target_parameters", "a list of names", _is_names)
     wants("target_modules", "a list of names or a pattern", lambda v: isinstance(v, str) or _is_names(v))
 
 
 def _is_rank(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value > 0
+    return isinstance(value, int) and not isinstance(value, bool) and 0 < value < 2**31
 
 
-def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+def is_number(value: Any) -> TypeGuard[float]:
+    """Whether a value of JSON is a finite number; its whole ones may be too long for a float."""
+    number = isinstance(value, int | float) and not isinstance(value, bool)
+    return number and abs(value) <= sys.float_info.max
 
 
 def _is_names(value: Any) -> bool:
@@ -89,7 +92,7 @@ def _is_table(value: Any, good: Callable[[Any], bool]) -> bool:
 def _is_pattern(text: str) -> bool:
     try:
         re.compile(text)
-    except re.error:
+    except (re.error, OverflowError, RecursionError):
         return False
     return True
 
@@ -105,7 +108,7 @@ def scaling_of(config: dict[str, Any], name: str, rank: int, where: str) -> floa
     if stated is not None and stated != rank:
         raise ArgumentError(f"{where}: {name}: expected factors of rank {stated} (the config's), got {rank}")
     alpha = _of_pattern(config, "alpha_pattern", name, "lora_alpha")
-    if not _is_number(alpha):
+    if not is_number(alpha):
         raise ArgumentError(f"{where}: expected a number as lora_alpha of {name}, got {alpha!r}")
     return alpha / math.sqrt(rank) if config.get("use_rslora") else alpha / rank
 

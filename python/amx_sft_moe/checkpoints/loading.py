@@ -17,7 +17,7 @@ import amx_sft_moe
 from amx_sft_moe.checkpoints import transposed
 from amx_sft_moe.checkpoints.files import CheckpointFiles
 from amx_sft_moe.checkpoints.plan import Plan, make_plan, routed_experts
-from amx_sft_moe.errors import ArgumentError
+from amx_sft_moe.errors import ArgumentError, cause_of
 from amx_sft_moe.integrations.mapped_experts import (
     MappedStack,
     as_parameter,
@@ -143,7 +143,7 @@ def read_config(directory: str | os.PathLike[str]) -> PreTrainedConfig:
         raw = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise ArgumentError(f"{path}: expected a configuration, got: {error.strerror}") from error
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ArgumentError(f"{path}: expected JSON, got: {error}") from error
     if not isinstance(raw, dict) or not isinstance(raw.get("quantization_config") or {}, dict):
         raise ArgumentError(f"{path}: expected a JSON object, quantization_config too, got {str(raw)[:80]}")
@@ -163,7 +163,7 @@ def read_config(directory: str | os.PathLike[str]) -> PreTrainedConfig:
         if known is None:
             raise ArgumentError(
                 f"{path}: expected a model that transformers {transformers.__version__} knows, got model_type "
-                f"{raw.get('model_type')!r}: {str(error).strip().splitlines()[0]}"
+                f"{raw.get('model_type')!r}: {cause_of(error)}"
             ) from error
         raw.pop("model_type", None)
         raw.pop("auto_map", None)
@@ -172,7 +172,7 @@ def read_config(directory: str | os.PathLike[str]) -> PreTrainedConfig:
         except Exception as reason:
             raise ArgumentError(
                 f"{path}: expected the configuration of a {known.__name__}, got one that transformers refuses: "
-                f"{str(reason).strip().splitlines()[0]}"
+                f"{cause_of(reason)}"
             ) from reason
     if quantization:
         del config.quantization_config
@@ -186,8 +186,7 @@ def meta_model(config: PreTrainedConfig, directory: str | os.PathLike[str]) -> P
             model = AutoModelForCausalLM.from_config(config)
     except ValueError as error:
         raise ArgumentError(
-            f"{directory}: expected a causal language model, got {config.model_type!r}: "
-            f"{str(error).strip().splitlines()[0]}"
+            f"{directory}: expected a causal language model, got {config.model_type!r}: {cause_of(error)}"
         ) from error
     if next(routed_experts(model), None) is None:
         raise ArgumentError(
