@@ -25,6 +25,7 @@ from adapter_cases import (
 )
 from amx_sft_moe import ArgumentError
 from amx_sft_moe.adapters import convert_adapter, merge_adapter, merging
+from amx_sft_moe.checkpoints.files import INDEX
 
 FORMATS = ("peft-fused", "per-expert", "ktransformers")
 
@@ -121,6 +122,39 @@ def test_whole_experts(tmp_path: Path) -> None:
     assert torch.equal(model_of(tmp_path / "out").state_dict()[name], state[f"base_model.model.{name}"])
 
 
+def test_what_is_overwritten(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    source, _ = stock_adapter("qwen3")
+    base, out = checkpoint("qwen3"), tmp_path / "out"
+
+    def merge(where: Path) -> None:
+        merge_adapter(source, base, where, overwrite=True, progress=False)
+
+    out.mkdir()
+    merge(out)
+    (out / "amx_sft_moe-experts").mkdir()  # load_model's
+    merge(out)
+    assert sorted(path.name for path in out.iterdir()) == sorted(path.name for path in base.iterdir())
+    (out / "runs").mkdir()
+    with pytest.raises(ArgumentError, match=f"no folders, got {out} with runs$"):
+        merge(out)
+    (out / "runs").rmdir()
+    monkeypatch.chdir(out)
+    merge(Path())
+    home = tmp_path / "home"
+    for names in (["thesis.tex"], ["config.json"], ["a", "b", "c", "d", "e", "model.safetensors"]):
+        home.mkdir()
+        for name in names:
+            (home / name).write_text("mine")
+        monkeypatch.chdir(home)
+        for where in (home, Path()):
+            with pytest.raises(
+                ArgumentError, match=f"out: expected, to overwrite, .* with {', '.join(names[:4])}"
+            ):
+                merge(where)
+        assert sorted(path.name for path in home.iterdir()) == names
+        shutil.rmtree(home)
+
+
 def test_refused_before_anything_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     source, _ = stock_adapter("qwen3")
     base = tmp_path / "base"
@@ -131,7 +165,7 @@ def test_refused_before_anything_is_written(tmp_path: Path, monkeypatch: pytest.
         assert not [path.name for path in tmp_path.iterdir() if path.name.startswith("out")]
 
     shutil.copytree(checkpoint("qwen3"), base)
-    index = json.loads((base / merging.INDEX).read_text())
+    index = json.loads((base / INDEX).read_text())
     shard = index["weight_map"]["model.layers.1.mlp.experts.3.up_proj.weight"]
     state = load_file(base / shard)
     weight = state.pop("model.layers.1.mlp.experts.3.up_proj.weight")
@@ -147,8 +181,14 @@ def test_refused_before_anything_is_written(tmp_path: Path, monkeypatch: pytest.
     refused(f"{shard}: expected a safetensors file")
     (base / shard).unlink()
     refused(f"got no {shard}")
-    (base / merging.INDEX).write_text("{}")
-    refused("an index without weight_map")
+    (base / INDEX).write_text("{}")
+    refused("expected JSON with a weight_map")
+    state = {key: tensor.clone() for key, tensor in model_of(checkpoint("qwen3")).state_dict().items()}
+    save_file(state, tmp_path / "of-the-user.safetensors")
+    (base / INDEX).write_text(json.dumps({"weight_map": dict.fromkeys(state, "../of-the-user.safetensors")}))
+    refused("expected the name of a file beside it, got '../of-the-user.safetensors'")
+    (base / INDEX).write_text(json.dumps({"weight_map": dict.fromkeys(state, 3)}))
+    refused("expected the name of a file beside it, got 3")
     shutil.rmtree(base)
     shutil.copytree(checkpoint("qwen3"), base)
     config = json.loads((base / "config.json").read_text())
@@ -200,7 +240,7 @@ def test_memory_stays_small(tmp_path: Path) -> None:
     for name, state in names.items():
         save_file(state, base / name)
     weight_map = {key: name for name, state in names.items() for key in state}
-    (base / merging.INDEX).write_text(json.dumps({"weight_map": weight_map}))
+    (base / INDEX).write_text(json.dumps({"weight_map": weight_map}))
     size = sum((base / name).stat().st_size for name in names)
     assert size > 190e6
     adapter = tmp_path / "adapter"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -57,10 +58,23 @@ class TestDamage:
         with pytest.raises(ArgumentError, match=rf"{shard.name}: expected .* got no {EXPERT}"):
             load_model(own)
 
-    @pytest.mark.parametrize("content", ["{", "[]", '{"weight_map": 3}'])
+    @pytest.mark.parametrize("content", ["{", "[]", '{"weight_map": 3}', "[" * 100_000])
     def test_a_damaged_index(self, own, content):
         (own / "model.safetensors.index.json").write_text(content)
         with pytest.raises(ArgumentError, match=r"index.json: expected JSON with a weight_map"):
+            load_model(own)
+
+    @pytest.mark.parametrize(
+        "name", ["../a.safetensors", "/tmp/a.safetensors", "b/a.safetensors", "..", "", 3, None]
+    )
+    def test_an_index_that_leads_elsewhere(self, own, name):
+        (own / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"lm_head.weight": name}}))
+        with pytest.raises(ArgumentError, match=r"lm_head.weight: expected the name of a file beside it, got "):
+            load_model(own)
+
+    def test_an_index_of_nothing(self, own):
+        (own / "model.safetensors.index.json").write_text('{"weight_map": {}}')
+        with pytest.raises(ArgumentError, match=r"index.json: expected shards in its weight_map, got none"):
             load_model(own)
 
     @staticmethod

@@ -20,13 +20,14 @@ from tqdm.auto import tqdm
 
 from amx_sft_moe.adapters.adapter import Adapter
 from amx_sft_moe.adapters.base import BaseModel, Place, load_base
-from amx_sft_moe.adapters.files import read_json, replaced_directory, sync, tensor_positions
+from amx_sft_moe.adapters.files import CONFIG, replaced_directory, sync, tensor_positions
 from amx_sft_moe.adapters.formats import read_adapter
+from amx_sft_moe.checkpoints.files import listed_files
+from amx_sft_moe.checkpoints.transposed import FOLDER
 from amx_sft_moe.errors import ArgumentError
 
 logger = logging.getLogger("amx_sft_moe")
 
-INDEX = "model.safetensors.index.json"
 # Of a matrix, as many rows at a time: bounds memory also for a vocabulary of 150,000.
 BLOCK_BYTES = 16 << 20
 _DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
@@ -86,12 +87,12 @@ def merge_adapter(
         base_checkpoint: a directory with ``config.json`` and safetensors shards (or one file), experts one by
             one or fused, not quantised.
         out: appears when it is complete; memory stays below the adapter's size plus some tens of MB.
-        overwrite: whether ``out`` may exist; it is then replaced in one step.
+        overwrite: whether ``out`` may hold a checkpoint or an adapter; all of it is then replaced in one step.
         progress: a tqdm bar on stderr.
 
     Raises:
-        ArgumentError: something that is not understood, an adapted module that the checkpoint lacks, or too
-            little space. Nothing was written then.
+        ArgumentError: something that is not understood, an adapted module that the checkpoint lacks, too
+            little space, or other things than a checkpoint in ``out``. Nothing was written then.
     """
     source, out = Path(base_checkpoint), Path(out)
     if out.exists() and not (overwrite and out.is_dir()):
@@ -99,11 +100,13 @@ def merge_adapter(
     for name, inside in (("base checkpoint", source), ("adapter", Path(adapter))):
         if inside.resolve().is_relative_to(out.resolve()):
             raise ArgumentError(f"out: expected another directory than one that holds the {name}, got {out}")
+    if out.exists():
+        _require_replaceable(out)
     base = load_base(source)
     if getattr(base.config, "quantization_config", None):
         raise ArgumentError(f"base_checkpoint: expected weights that are not quantised, got {source}")
     read, _ = read_adapter(adapter, base)
-    shards = shards_of(source)
+    shards = [path.name for path in listed_files(source)]
     plan, tensors = _plan(read, base, source, shards)
     total = sum((source / shard).stat().st_size for shard in shards)
     _require_space(out, total)
@@ -122,23 +125,18 @@ def merge_adapter(
     return Merged(out, changed, tensors, total)
 
 
-def shards_of(directory: Path) -> list[str]:
-    """Names of a checkpoint's safetensors files: the one file, or those of its index."""
-    # transformers looks for the one file first, and an index beside it is not read.
-    if (directory / "model.safetensors").is_file():
-        names = ["model.safetensors"]
-    elif (directory / INDEX).is_file():
-        index = read_json(directory / INDEX).get("weight_map")
-        names = sorted(set(index.values())) if isinstance(index, dict) else []
-    else:
-        names = ["model.safetensors"]
-    missing = [name for name in names if not (directory / name).is_file()]
-    if not names or missing:
+def _require_replaceable(out: Path) -> None:
+    """Refuses to replace what does not look like this tool's own result: all of it would be lost."""
+    entries = sorted(out.iterdir())
+    names = [entry.name for entry in entries]
+    folders = [entry.name for entry in entries if entry.is_dir() and entry.name != FOLDER]
+    ours = bool({"config.json", CONFIG} & {*names}) and any(name.endswith(".safetensors") for name in names)
+    if folders or (names and not ours):
         raise ArgumentError(
-            f"base_checkpoint: expected {INDEX} with its shards or model.safetensors in {directory}, got "
-            + (f"no {missing[0]}" if missing else "an index without weight_map")
+            "out: expected, to overwrite, an empty directory or one with config.json and safetensors and no "
+            f"folders, got {out} with {', '.join((folders or names)[:4])}"
+            + (f" and {len(folders or names) - 4} more" if len(folders or names) > 4 else "")
         )
-    return names
 
 
 def _require_space(out: Path, needed: int) -> None:
@@ -170,7 +168,6 @@ def _plan(
     linears = {base.place_of(f"{name}.weight").name: linear for name, linear in adapter.linears.items()}
     wholes = {base.place_of(name).name: tensor for name, tensor in adapter.others.items()}
     unplaced = set(linears) | set(wholes)
-    names = set(unplaced)
     plan: dict[str, list[_Matrix]] = {}
     count = 0
     for shard in shards:
@@ -178,7 +175,7 @@ def _plan(
         count += len(positions)
         plan[shard] = []
         for key, entry in positions.items():
-            place = _place(base, key, names)
+            place = _place(base, key)
             if place is None:
                 continue
             if place.name in wholes and place.expert is None:
@@ -203,7 +200,7 @@ def _plan(
     return plan, count
 
 
-def _place(base: BaseModel, key: str, names: set[str]) -> Place | None:
+def _place(base: BaseModel, key: str) -> Place | None:
     try:
         return base.place_of(key)
     except ArgumentError as reason:

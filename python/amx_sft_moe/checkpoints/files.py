@@ -35,7 +35,7 @@ class CheckpointFiles:
         self.directory = Path(directory)
         self._file_of: dict[str, Path] = {}
         self._open: dict[Path, Any] = {}
-        listed = _listed_files(self.directory)
+        listed = listed_files(self.directory)
         for path, names in listed.items():
             present = set(self._opened(path).keys())
             if names is not None and (lost := sorted(names - present)):
@@ -81,8 +81,13 @@ class CheckpointFiles:
         return self._open[path]
 
 
-def _listed_files(directory: Path) -> dict[Path, set[str] | None]:
-    """Files in the order that transformers looks for them, with the tensors that the index wants there."""
+def listed_files(directory: Path) -> dict[Path, set[str] | None]:
+    """A checkpoint's safetensors files in the order that transformers looks for them, with the tensors that
+    the index wants there.
+
+    Raises:
+        ArgumentError: no such folder or files, or an index that names anything else than files beside it.
+    """
     if not directory.is_dir():
         raise ArgumentError(f"{directory}: expected the folder of a checkpoint, got no such folder")
     if (directory / WHOLE).is_file():
@@ -91,12 +96,17 @@ def _listed_files(directory: Path) -> dict[Path, set[str] | None]:
     if not index.is_file():
         raise ArgumentError(f"{directory}: expected {WHOLE} or {INDEX}, got neither")
     try:
-        weight_map = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
-        listed: dict[Path, set[str]] = {}
-        for name, file in weight_map.items():
-            listed.setdefault(directory / file, set()).add(name)
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        file_of = json.loads(index.read_text(encoding="utf-8"))["weight_map"].items()
+    except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
         raise ArgumentError(f"{index}: expected JSON with a weight_map, got {error!r}") from error
+    listed: dict[Path, set[str]] = {}
+    for name, file in file_of:
+        # Merging writes files of these names: they must not lead elsewhere.
+        if not isinstance(file, str) or file in ("", "..") or Path(file).name != file:
+            raise ArgumentError(f"{index}: {name}: expected the name of a file beside it, got {file!r}")
+        listed.setdefault(directory / file, set()).add(name)
+    if not listed:
+        raise ArgumentError(f"{index}: expected shards in its weight_map, got none")
     if missing := sorted(path.name for path in listed if not path.is_file()):
         raise ArgumentError(
             f"{directory}: expected {len(listed)} shards by {INDEX}, got no {', '.join(missing[:3])}"
