@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -91,6 +91,15 @@ def test_what_was_there_survives_an_interruption(tmp_path: Path, interruption: t
     assert {path.name for path in tmp_path.iterdir()} == {"adapter", "base-model", "todo", *REPORTS}
 
 
+@pytest.fixture
+def interruptible() -> Iterator[None]:
+    """Python's own handler of Ctrl-C, which jobs in the background begin without."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.usefixtures("interruptible")
 def test_an_interrupt_waits_until_both_are_in_place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     own = earlier_run(tmp_path)
     exchange, exchanged = files.exchange, []
@@ -101,14 +110,13 @@ def test_an_interrupt_waits_until_both_are_in_place(tmp_path: Path, monkeypatch:
         exchange(first, second)
 
     monkeypatch.setattr(files, "exchange", interrupted)
-    handler = signal.getsignal(signal.SIGINT)
     with opened(tmp_path, with_base=True) as out:
         fill(out)
         with pytest.raises(KeyboardInterrupt):
             out.keep()
     assert sorted(exchanged) == ["adapter", "base-model"]
     assert content(tmp_path) == {**NEW, **own}
-    assert signal.getsignal(signal.SIGINT) is handler
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
 
 def occupied(tmp_path: Path) -> Path:
