@@ -30,7 +30,7 @@ inline GluGradient glu_gradient(const SiluGlu&, float gate, float up) {
 }
 
 inline float glu(const ClampedGlu& act, float gate, float up) {
-  const float g = gate < act.limit ? gate : act.limit;
+  const float g = gate > act.limit ? act.limit : gate;  // a NaN stays one, here and below
   const float u = up < -act.limit ? -act.limit : (up > act.limit ? act.limit : up);
   return (u + 1.0F) * g * sigmoid(act.alpha * g);
 }
@@ -38,8 +38,8 @@ inline float glu(const ClampedGlu& act, float gate, float up) {
 inline GluGradient glu_gradient(const ClampedGlu& act, float gate, float up) {
   const bool gate_passes = gate <= act.limit;
   const bool up_passes = up >= -act.limit && up <= act.limit;
-  const float g = gate_passes ? gate : act.limit;
-  const float u = up_passes ? up : (up < 0.0F ? -act.limit : act.limit);
+  const float g = gate > act.limit ? act.limit : gate;
+  const float u = up < -act.limit ? -act.limit : (up > act.limit ? act.limit : up);
   const float s = sigmoid(act.alpha * g);
   const float swish = g * s;
   return {(u + 1.0F) * swish, gate_passes ? (u + 1.0F) * (s + act.alpha * swish * (1.0F - s)) : 0.0F,
