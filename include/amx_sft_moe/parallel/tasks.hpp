@@ -14,6 +14,7 @@
 #endif
 
 #include "amx_sft_moe/core/element.hpp"
+#include "amx_sft_moe/core/float_mode.hpp"
 
 AMX_SFT_MOE_NAMESPACE_BEGIN
 namespace parallel {
@@ -65,11 +66,14 @@ class FirstError {
 
 // make_worker(thread) is called once on each thread of the team (0 <= thread < num_threads) and returns an
 // object whose call operator takes a task's index; the object is destroyed on its thread when no task is left.
+// All of them round as the calling thread does.
 template <class MakeWorker>
 void run_tasks(int num_threads, index_t tasks, MakeWorker&& make_worker) {
   std::atomic<index_t> next{0};
   FirstError error;
+  const FloatMode mode = FloatMode::of_this_thread();
   auto work = [&](int thread) noexcept {
+    const FloatMode::Scope same_mode(mode);
     try {
       auto worker = make_worker(thread);
       for (;;) {

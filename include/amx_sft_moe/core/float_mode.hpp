@@ -1,0 +1,40 @@
+// How a thread rounds and whether it flushes denormals to zero: the control bits of MXCSR. A thread of a pool keeps
+// what it had when the pool was made, whatever the caller has set since (torch.set_flush_denormal, -ffast-math).
+#pragma once
+
+#include <xmmintrin.h>
+
+#include "amx_sft_moe/core/config_macros.hpp"
+
+AMX_SFT_MOE_NAMESPACE_BEGIN
+
+class FloatMode {
+ public:
+  static FloatMode of_this_thread() { return FloatMode(_mm_getcsr()); }
+
+  // While it lives, its thread computes in a given mode.
+  class Scope {
+   public:
+    explicit Scope(FloatMode mode) : before_(_mm_getcsr()), changed_((before_ & kControl) != mode.control_) {
+      if (changed_) _mm_setcsr(mode.control_);
+    }
+    ~Scope() {
+      if (changed_) _mm_setcsr(before_);
+    }
+    Scope(const Scope&) = delete;
+    Scope& operator=(const Scope&) = delete;
+
+   private:
+    unsigned before_;
+    bool changed_;
+  };
+
+ private:
+  static constexpr unsigned kControl = ~0x3FU;  // without the flags that operations leave behind
+
+  explicit FloatMode(unsigned mxcsr) : control_(mxcsr & kControl) {}
+
+  unsigned control_;
+};
+
+AMX_SFT_MOE_NAMESPACE_END

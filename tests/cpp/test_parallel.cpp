@@ -1,0 +1,72 @@
+// Regions of tasks: every task once, exceptions on the calling thread, and the caller's rounding on all threads.
+#include <gtest/gtest.h>
+#include <xmmintrin.h>
+
+#include <atomic>
+#include <stdexcept>
+#include <vector>
+
+#include "amx_sft_moe/parallel/tasks.hpp"
+
+namespace sft_test {
+namespace {
+
+using amx_sft_moe::index_t;
+using amx_sft_moe::parallel::run_tasks;
+
+constexpr int kThreads = 4;
+constexpr unsigned kFlushDenormals = 0x8040;  // FTZ and DAZ
+constexpr unsigned kRoundUp = 0x4000;
+constexpr unsigned kFlags = 0x3F;
+
+class Caller {
+ public:
+  explicit Caller(unsigned bits) : before_(_mm_getcsr()) { _mm_setcsr(before_ | bits); }
+  ~Caller() { _mm_setcsr(before_); }
+  Caller(const Caller&) = delete;
+  Caller& operator=(const Caller&) = delete;
+
+ private:
+  unsigned before_;
+};
+
+// The control bits that each thread of a region has: each makes its worker, whether or not a task is left for it.
+std::vector<unsigned> modes_of_the_threads() {
+  std::vector<unsigned> modes(kThreads);
+  run_tasks(kThreads, kThreads, [&](int thread) {
+    modes[static_cast<std::size_t>(thread)] = _mm_getcsr() & ~kFlags;
+    return [](index_t) {};
+  });
+  return modes;
+}
+
+TEST(Parallel, EveryTaskOnce) {
+  for (const index_t tasks : {0, 1, 3, 1000}) {
+    std::vector<std::atomic<int>> times(static_cast<std::size_t>(tasks));
+    run_tasks(kThreads, tasks,
+              [&](int) { return [&](index_t task) { ++times[static_cast<std::size_t>(task)]; }; });
+    for (const auto& count : times) EXPECT_EQ(count, 1);
+  }
+}
+
+TEST(Parallel, ExceptionsOfAnyPartReachTheCaller) {
+  const auto throwing = [](index_t) { throw std::runtime_error("task"); };
+  EXPECT_THROW(run_tasks(kThreads, 100, [&](int) { return throwing; }), std::runtime_error);
+  const auto broken = [](int) -> void (*)(index_t) { throw std::logic_error("worker"); };
+  EXPECT_THROW(run_tasks(kThreads, 100, broken), std::logic_error);
+  EXPECT_EQ(modes_of_the_threads()[kThreads - 1], _mm_getcsr() & ~kFlags);  // and the threads go on
+}
+
+// The threads are made before the caller's mode changes, and keep theirs from region to region.
+TEST(Parallel, ThreadsRoundAsTheirCaller) {
+  const std::vector<unsigned> usual(kThreads, _mm_getcsr() & ~kFlags);
+  EXPECT_EQ(modes_of_the_threads(), usual);
+  for (const unsigned bits : {kFlushDenormals, kRoundUp}) {
+    const Caller changed(bits);
+    EXPECT_EQ(modes_of_the_threads(), std::vector<unsigned>(kThreads, usual[0] | bits));
+  }
+  EXPECT_EQ(modes_of_the_threads(), usual);
+}
+
+}  // namespace
+}  // namespace sft_test
