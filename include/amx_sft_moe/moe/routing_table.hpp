@@ -34,7 +34,7 @@ class RoutingTable {
     active_.reserve(num_experts);
     idle_.reserve(num_experts);
     count_rows(ids, tokens, top_k, num_experts);
-    place_rows(ids, weights, tokens, top_k, num_experts);
+    place_rows(weights, tokens, top_k);
     list_experts(num_experts);
   }
 
@@ -56,12 +56,16 @@ class RoutingTable {
  private:
   static bool routed(std::int64_t id, index_t num_experts) { return id >= 0 && id < num_experts; }
 
+  // Leaves each route's expert, or -1, in row_of_route_: the caller's ids are read once, and whoever changes them
+  // meanwhile gets wrong numbers, not rows beyond their expert's.
   void count_rows(const ExpertIds& ids, index_t tokens, index_t top_k, index_t num_experts) {
     std::fill_n(row_offsets_.data(), num_experts + 1, index_t{0});
     for (index_t t = 0; t < tokens; ++t) {
       for (index_t j = 0; j < top_k; ++j) {
         const std::int64_t id = ids.at(t, j);
-        if (routed(id, num_experts)) ++row_offsets_[id + 1];
+        const bool is_routed = routed(id, num_experts);
+        row_of_route_[t * top_k + j] = is_routed ? static_cast<std::int32_t>(id) : -1;
+        if (is_routed) ++row_offsets_[id + 1];
       }
     }
     for (index_t e = 0; e < num_experts; ++e) row_offsets_[e + 1] += row_offsets_[e];
@@ -69,16 +73,13 @@ class RoutingTable {
   }
 
   // Uses row_offsets_[e] as the next free row of e; afterwards it is e's end, which list_experts expects.
-  void place_rows(const ExpertIds& ids, const AnyConstMatrix& weights, index_t tokens, index_t top_k,
-                  index_t num_experts) {
+  void place_rows(const AnyConstMatrix& weights, index_t tokens, index_t top_k) {
     weights.visit([&](const auto* w) {
       for (index_t t = 0; t < tokens; ++t) {
         for (index_t j = 0; j < top_k; ++j) {
-          const std::int64_t id = ids.at(t, j);
           std::int32_t& row_of_route = row_of_route_[t * top_k + j];
-          row_of_route = -1;
-          if (!routed(id, num_experts)) continue;
-          const index_t row = row_offsets_[id]++;
+          if (row_of_route < 0) continue;
+          const index_t row = row_offsets_[row_of_route]++;
           row_of_route = static_cast<std::int32_t>(row);
           token_of_row_[row] = static_cast<std::int32_t>(t);
           weight_of_row_[row] = to_float(w[t * weights.row_stride() + j * weights.col_stride()]);
