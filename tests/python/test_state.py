@@ -274,6 +274,22 @@ def test_shared_workspace() -> None:
     assert sizes.pop() > 0
 
 
+def test_a_threads_memory_has_a_bound(bf16_kernel: str) -> None:
+    """What more threads cost hardly grows with an expert's tokens: its columns of h are made in chunks."""
+
+    def of_threads(tokens: int) -> int:
+        sizes = Sizes(experts=1, top_k=1, hidden=16, intermediate=256, ranks=(2, 2, 2), tokens=tokens)
+        layer, found = make_layer(sizes), []
+        for threads in (1, 5):
+            op = sizes.operator(kernel=bf16_kernel, num_threads=threads)
+            run(op, layer)
+            found.append(op.memory()["workspace_bytes"])
+        return (found[1] - found[0]) // 4
+
+    few, many = 1024, 8192
+    assert of_threads(many) - of_threads(few) <= (many - few) * 128
+
+
 PUBLISHED = [
     "D0_prepare+memset",
     "D1_scatter",

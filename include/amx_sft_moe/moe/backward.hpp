@@ -79,17 +79,22 @@ void backward_down_gemm(Step<Kernel>& step, const BackwardRows<Kernel>& rows, Wo
   });
 }
 
-// grad_Ad = (w v_d)^T h, a block of columns.
+// grad_Ad = (w v_d)^T h, a block of columns. In chunks of tokens, like a weight's gradient: so h, made again, takes
+// memory that has a bound.
 template <class Kernel>
 void backward_down_grad_a(Step<Kernel>& step, const BackwardRows<Kernel>& rows, Worker<Kernel>& worker,
                           const Task& task, const Gradients& grads) {
   const ExpertRows& expert = *task.expert;
-  const auto h = activation_columns(step, worker, expert, 0, expert.rows, task.col, task.cols);
-  const std::array<gemm::Factor, 1> factors{
-      {{rows_of(rows.v_down, expert, 0), step.work.routing.weight_of_row() + expert.row_begin}}};
-  const auto panels = gemm::pack_tokens<Kernel>(worker.gemm, h, expert.rows, task.cols);
-  lora::gradient_a<Kernel>(worker.gemm, factors, panels, task.col, grads.lora.down_a[expert.expert],
-                           {grads.accumulate, grads.scale});
+  const gemm::Factor factor{rows_of(rows.v_down, expert, 0),
+                            step.work.routing.weight_of_row() + expert.row_begin};
+  const auto h = [&](index_t row, index_t count) {
+    return activation_columns(step, worker, expert, row, count, task.col, task.cols);
+  };
+  Task whole = task;  // all rows of the factor's gradient
+  whole.row = 0;
+  whole.rows = step.lora.down.rank();
+  weight_gradient<Kernel>(worker, whole, factor, h, grads.lora.down_a[expert.expert],
+                          {grads.accumulate, grads.scale});
 }
 
 // grad_Bd = (w p)^T u_d, a block of rows, and the bias' (w p)^T 1; the weight goes to the small factor.

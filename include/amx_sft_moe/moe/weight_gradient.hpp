@@ -1,6 +1,7 @@
-// Gradients of the base weights, for whoever trains them. Each is a gemm_tn at full width:
+// Gradients of the base weights, for whoever trains them, and of LoRA's A of down. Each is a gemm_tn:
 //
 //   grad_Wd = (w p)^T h  [H, I]        grad_Wg = grad_g^T x,  grad_Wu = grad_u^T x  [I, H]
+//   grad_Ad = (w v_d)^T h  [r, I]
 //
 // A task makes a rectangle of one expert's gradient:
 //
