@@ -75,7 +75,8 @@ class _Ranges:
 
     def __exit__(self, *exception: object) -> None:
         self._operator.ranges = None
-        self.leave()
+        while self._open:  # more than one where Ctrl-C came during the pass
+            self.leave()
 
 
 _NO_RANGES = nullcontext()

@@ -7,7 +7,7 @@ namespace amx_sft_moe::python {
 namespace {
 
 struct TorchNames {
-  py::object empty, bf16, fp32, increment_version;
+  py::object empty, bf16, fp32, cpu, increment_version;
 };
 
 const TorchNames& torch_names() {
@@ -16,6 +16,7 @@ const TorchNames& torch_names() {
       .call_once_and_store_result([] {
         const auto torch = py::module_::import("torch");
         return TorchNames{torch.attr("empty"), torch.attr("bfloat16"), torch.attr("float32"),
+                          torch.attr("device")("cpu"),
                           torch.attr("autograd").attr("graph").attr("increment_version")};
       })
       .get_stored();
@@ -41,7 +42,9 @@ Tensor allocate(Family family, DType dtype, std::initializer_list<index_t> shape
     py::tuple sizes(shape.size());
     std::size_t d = 0;
     for (const index_t extent : shape) sizes[d++] = py::int_(extent);
-    made = torch.empty(sizes, py::arg("dtype") = dtype == DType::kBf16 ? torch.bf16 : torch.fp32);
+    // The device is named: torch.set_default_device() may say another one.
+    made = torch.empty(sizes, py::arg("dtype") = dtype == DType::kBf16 ? torch.bf16 : torch.fp32,
+                       py::arg("device") = torch.cpu);
   } else {
     const std::vector<py::ssize_t> sizes(shape.begin(), shape.end());
     made = py::array(dtype == DType::kBf16 ? numpy_bf16(argument) : py::dtype::of<float>(), sizes);

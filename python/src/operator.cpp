@@ -72,7 +72,7 @@ py::object Operator::forward_sft(py::handle x, py::handle expert_ids, py::handle
                                  : read_tensor(out, "out");
   const AnyMatrix y_view = output_matrix(y, "out", in.tokens(), config_.hidden_size);
   {
-    const py::gil_scoped_release release;
+    const WithoutGil released(ranges_.get());
     use(parameters);
     moe.forward_sft(in.routing.view, in.x_view, y_view, save_for_backward);
   }
@@ -130,7 +130,7 @@ py::dict Operator::backward(py::handle grad_y_object, bool accumulate, float sca
   grads.accumulate = accumulate;
   grads.scale = scale;
   {
-    const py::gil_scoped_release release;
+    const WithoutGil released(ranges_.get());
     use(parameters);
     moe.backward(grad_y_view, grads);
   }
@@ -157,7 +157,7 @@ py::tuple Operator::forward_saved(py::handle x, py::handle expert_ids, py::handl
     saved_views = layout.views(saved->data);
   }
   {
-    const py::gil_scoped_release release;
+    const WithoutGil released(ranges_.get());
     use(parameters);
     if (save) {
       moe.forward_sft(in.routing.view, in.x_view, y_view, saved_views);
@@ -196,7 +196,7 @@ py::tuple Operator::backward_saved(py::handle x, py::handle expert_ids, py::hand
   const GradientTypes types{in.tokens(), in.x.dtype(), in.routing.weights.dtype()};
   const Gradients grads = bind_gradients(config_, types, parameters, base_, source);
   {
-    const py::gil_scoped_release release;
+    const WithoutGil released(ranges_.get());
     use(parameters);
     moe.backward(in.routing.view, in.x_view, layout.views(saved.data), grad_y_view, grads);
   }

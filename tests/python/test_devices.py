@@ -12,9 +12,11 @@ from torch.utils._pytree import tree_map
 import amx_sft_moe
 from amx_sft_moe.integrations import experts_hook
 from amx_sft_moe.integrations.adapters_in_use import NotUnderstoodError
+from amx_sft_moe.nn import SftMoeExperts
+from cases import Sizes
 from families import family_model, token_batch, with_lora
 from models import loss_and_gradients
-from reference import assert_close, one_thread
+from reference import assert_close, make_layer, one_thread, run
 
 OURS = "amx_sft_moe"
 amx_sft_moe.register()
@@ -129,3 +131,17 @@ def test_model_on_a_gpu_with_experts_on_the_cpu(family: str, calls: list[Tensor]
             found.append({name: value.cpu() for name, value in ({"loss": loss} | grads).items()})
     assert len(calls) == 4
     assert_close(found[1], found[0], 1e-4)
+
+
+def test_a_default_device_of_torch() -> None:
+    """Results are in CPU memory, wherever torch makes its tensors otherwise."""
+    layer = make_layer(Sizes())
+    op = Sizes().operator()
+    expected = run(op, layer)
+    experts = SftMoeExperts(2, gate_proj=layer.gate_proj, up_proj=layer.up_proj, down_proj=layer.down_proj)
+    with torch.device("meta"):
+        found = run(op, layer)
+        y = experts(layer.x.requires_grad_(), layer.expert_ids, layer.routing_weights)
+        (grad_x,) = torch.autograd.grad(y, layer.x, layer.grad_y)
+    assert {tensor.device.type for tensor in (*found.values(), y, grad_x)} == {"cpu"}
+    assert all(torch.equal(found[name], expected[name]) for name in expected)

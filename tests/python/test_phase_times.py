@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import signal
 import sys
 import threading
 from collections.abc import Iterator
@@ -123,6 +124,34 @@ def test_a_watcher_that_raises_does_not_fail_the_pass() -> None:
     assert "forward_gather" in seen
     with pytest.raises(AttributeError):
         operator.ranges = object()
+
+
+def test_ctrl_c_comes_once_the_pass_is_over() -> None:
+    class Interrupted:
+        calls = 0
+
+        def enter(self, name: str) -> None:
+            self.calls += 1
+            signal.raise_signal(signal.SIGINT)
+
+        def leave(self) -> None:
+            self.calls += 1
+
+    layer = make_layer(SIZES)
+    op = SIZES.operator()
+    op.set_base(layer.gate_proj, layer.up_proj, layer.down_proj)
+    y = torch.full_like(layer.x, float("nan"))
+    watcher = op._core.ranges = Interrupted()
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        with unraisable_messages() as seen, pytest.raises(KeyboardInterrupt):
+            op.forward_sft(layer.x, layer.expert_ids, layer.routing_weights, out=y)
+    finally:
+        signal.signal(signal.SIGINT, before)
+        op._core.ranges = None
+    assert not seen
+    assert watcher.calls == 1
+    assert y.isfinite().all(), "the pass was not cut short"
 
 
 def test_totals_of_a_threads_operators() -> None:
