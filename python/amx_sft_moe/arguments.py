@@ -23,9 +23,9 @@ _GPT_OSS_LIMIT = 7.0
 _GPT_OSS_ALPHA = 1.702
 
 
-# What the compiled module takes: sizes have 64 bits there, numbers of threads 32.
+# What the compiled module takes: sizes have 64 bits; an OpenMP that cannot have its threads ends the process.
 MAX_INDEX = 2**63 - 1
-MAX_THREADS = 2**31 - 1
+MAX_THREADS = 4096
 
 
 def as_int(name: str, value: Any, minimum: int, maximum: int = MAX_INDEX) -> int:

@@ -107,7 +107,7 @@ class SftMoe:
 
     Results are of the caller's kind (torch tensors for torch callers, numpy arrays, with ml_dtypes' bfloat16,
     for all others) and own their memory unless ``out=`` was given. Inputs are bfloat16 or float32, of any row
-    stride.
+    stride that is not negative.
 
     Threading: the GIL is released while computing. An object serves one call at a time; a second thread gets
     a :class:`StateError`. Different objects never disturb each other.

@@ -31,7 +31,7 @@ SIZES = Sizes(experts=4, top_k=2, hidden=32, intermediate=24, ranks=(4, 4, 4), t
         ({"max_tokens": -1}, ArgumentError, ["max_tokens", "0", "-1"]),
         ({"cache_depth": 0}, ArgumentError, ["cache_depth", "1", "0"]),
         ({"num_threads": 0}, ArgumentError, ["num_threads", "1", "0"]),
-        ({"num_threads": 2**31}, ArgumentError, ["num_threads", "at most 2147483647", "2147483648"]),
+        ({"num_threads": 4097}, ArgumentError, ["num_threads", "at most 4096", "4097"]),
         *[
             ({name: 2**63}, ArgumentError, [f"{name}: ", f"at most {2**63 - 1}", f"{2**63}"])
             for name in ("num_experts", "top_k", "hidden_size", "intermediate_size", "lora_rank")
