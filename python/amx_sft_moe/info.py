@@ -115,6 +115,11 @@ def findings(found: Mapping[str, Any]) -> list[str]:
         )
     if found["amx_permission"].startswith("denied"):
         result.append("this CPU has AMX, and the operating system refused it: the AMX kernel is not used")
+    if found["packages"]["torch"] and not found["instruction_sets"]["avx512"]:
+        result.append(
+            "torch multiplies bfloat16 slowly on a CPU without AVX512: keep all but the experts in float32, "
+            'load_model(..., dense_dtype="auto")'
+        )
     kernels = found["auto_kernel"].items()
     return result + [f"{ENVIRONMENT} names no kernel for {weights}" for weights, k in kernels if _is_none(k)]
 

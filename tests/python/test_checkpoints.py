@@ -103,6 +103,30 @@ class TestTheSameModel:
         assert error < 1.5 * usual
 
     @pytest.mark.parametrize("family", FAMILIES)
+    def test_logits_with_a_dense_part_in_float32(self, checkpoint, family):
+        folder = checkpoint(family, torch.bfloat16)
+        model = load_model(folder, dense_dtype=torch.float32, progress=False)
+        of_experts = {id(part) for _, module in routed_experts(model) for part in module.parameters()}
+        for name, parameter in model.named_parameters():
+            assert parameter.dtype == (torch.bfloat16 if id(parameter) in of_experts else torch.float32), name
+        assert mapped_bytes(model) == mapped_bytes(load_model(folder, dense_dtype="auto", progress=False))
+        expected = stock(folder)(ids()).logits  # the same bf16 weights, computed in fp32
+        assert (model(ids()).logits - expected).abs().max() <= 1e-5 * expected.abs().max()
+
+    def test_dense_dtypes(self, checkpoint, monkeypatch, caplog):
+        folder = checkpoint("qwen3_moe", torch.bfloat16)
+        for fast, dense in ((True, torch.bfloat16), (False, torch.float32)):
+            monkeypatch.setattr("amx_sft_moe.checkpoints.dense.torch_multiplies_bf16", lambda fast=fast: fast)
+            assert load_model(folder, dense_dtype="auto").lm_head.weight.dtype == dense
+        monkeypatch.setattr("amx_sft_moe.checkpoints.loading.torch_multiplies_bf16", lambda: False)
+        caplog.set_level(logging.WARNING, "amx_sft_moe")
+        assert load_model(folder).lm_head.weight.dtype == torch.bfloat16
+        assert "dense_dtype=torch.float32 is faster" in caplog.text
+        for dtype, wanted in ((torch.bfloat16, torch.float16), (torch.float32, torch.bfloat16)):
+            with pytest.raises(TypeError, match=f"dense_dtype: expected .* got {wanted}"):
+                load_model(folder, dtype=dtype, dense_dtype=wanted)
+
+    @pytest.mark.parametrize("family", FAMILIES)
     def test_a_training_step(self, checkpoint, family):
         folder = checkpoint(family)
         found, expected = adapted(load_model(folder, progress=False)), adapted(stock(folder))

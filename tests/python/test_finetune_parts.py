@@ -34,7 +34,7 @@ DUMP = """\
 class TestOptions:
     def test_defaults_are_those_of_the_class(self):
         options = parse([])
-        assert options == Options(threads=options.threads)
+        assert options == Options(threads=options.threads, dense_dtype=options.dense_dtype)
         assert options.threads >= 1
 
     def test_quick_is_smaller_and_can_be_overridden(self):
@@ -61,6 +61,7 @@ class TestOptions:
             ["--learning-rate", "inf"],
             ["--alpha", "nan"],
             ["--dtype", "float16"],
+            ["--dense-dtype", "bfloat16", "--dtype", "float32"],
             ["--threads", "two"],
             ["--base-steps", "3", "--model", "x"],  # a checkpoint's base is not trained
             ["--cache-dir", "x"],  # nothing to convert
@@ -72,6 +73,14 @@ class TestOptions:
             parse(arguments)
         assert raised.value.code == 2
         assert arguments[0] in capsys.readouterr().err
+
+    def test_all_but_the_experts_is_in_what_torch_multiplies_fast(self, monkeypatch):
+        for fast, dense in ((True, "bfloat16"), (False, "float32")):
+            monkeypatch.setattr("amx_sft_moe.checkpoints.dense.torch_multiplies_bf16", lambda fast=fast: fast)
+            assert parse([]).dense_dtype == dense
+            assert parse(["--dtype", "float32"]).dense_dtype == "float32"
+            assert parse(["--dense-dtype", "bfloat16"]).dense_dtype == "bfloat16"
+            assert parse(["--dense-dtype", "float32"]).dtypes == "bfloat16 (experts) and float32 (the rest)"
 
     def test_options_that_go_together(self):
         assert parse(["--base-steps", "3"]).base_steps == 3

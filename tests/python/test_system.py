@@ -337,6 +337,8 @@ def test_findings() -> None:
         "threads": {"openmp": 2, "affinity": 2, "affinity_list": "0-1", "cgroup_quota": None},
         "amx_permission": "granted",
         "auto_kernel": {"bfloat16": "avx2", "float32": "avx2"},
+        "instruction_sets": {**found["instruction_sets"], "avx512": True},
+        "packages": {**found["packages"], "torch": "2.13.0"},
     }
     assert findings(quiet) == []
     for change, word in (
@@ -344,6 +346,7 @@ def test_findings() -> None:
         ({"threads": {**quiet["threads"], "openmp": 8}}, "8 OpenMP threads on the 2 CPUs"),
         ({"threads": {**quiet["threads"], "cgroup_quota": 1.5}}, "2 OpenMP threads on a quota of 1.5 CPUs"),
         ({"amx_permission": "denied: Invalid argument"}, "the operating system refused it"),
+        ({"instruction_sets": {**found["instruction_sets"], "avx512": False}}, 'dense_dtype="auto"'),
         (
             {"auto_kernel": {"bfloat16": "none: AMX_SFT_MOE_KERNEL: ..."}},
             "AMX_SFT_MOE_KERNEL names no kernel for bfloat16",

@@ -15,6 +15,7 @@ from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
 import amx_sft_moe
 from amx_sft_moe.checkpoints import transposed
+from amx_sft_moe.checkpoints.dense import DenseDtype, cast_dense, dense_dtype_of, torch_multiplies_bf16
 from amx_sft_moe.checkpoints.files import CheckpointFiles
 from amx_sft_moe.checkpoints.plan import Plan, make_plan, routed_experts
 from amx_sft_moe.errors import ArgumentError, cause_of
@@ -35,6 +36,7 @@ def load_model(
     directory: str | os.PathLike[str],
     *,
     dtype: torch.dtype | None = None,
+    dense_dtype: DenseDtype = None,
     experts_implementation: str = "amx_sft_moe",
     cache_dir: str | os.PathLike[str] | None = None,
     progress: bool = True,
@@ -61,6 +63,9 @@ def load_model(
     Args:
         directory: with ``config.json`` and ``model.safetensors`` or its index and shards.
         dtype: torch.bfloat16 or torch.float32; ``None``: that of the experts in the files, bfloat16 for mxfp4.
+        dense_dtype: of everything but the routed experts; ``None``: ``dtype``. torch.float32 beside bfloat16
+            experts makes attention many times faster on CPUs without AVX512, where torch has no fast bfloat16
+            products, and takes twice the memory; ``"auto"`` does so on such CPUs. There ``None`` warns.
         experts_implementation: a registered name; ``"amx_sft_moe"`` is registered with default options if it is
             not yet.
         cache_dir: for experts in another orientation; ``None``: the folder ``amx_sft_moe-experts`` of
@@ -86,6 +91,12 @@ def load_model(
     meta = meta_model(config, directory)
     plan = make_plan(meta, files)
     dtype = _dtype_of(plan, files, config) if dtype is None else dtype
+    dense = dense_dtype_of(dense_dtype, dtype)
+    if dense_dtype is None and dtype == torch.bfloat16 and not torch_multiplies_bf16():
+        logger.warning(
+            "torch multiplies bfloat16 slowly on this CPU (no AVX512): dense_dtype=torch.float32 is faster, in "
+            "twice the memory for everything but the experts"
+        )
     _copy_other_dtypes(plan, files, dtype)
     for reason, parameters in _by_reason(plan.copied).items():
         rest = f" and {len(parameters) - 1} more expert weights" if len(parameters) > 1 else ""
@@ -117,6 +128,7 @@ def load_model(
     for name, stack in stacks.items():
         path, _, leaf = name.rpartition(".")
         setattr(model.get_submodule(path), leaf, as_parameter(stack))
+    cast_dense(model, dtype, dense)
     # transformers keeps there what saving turns back.
     model._weight_conversions = [rule for rule in plan.rules if rule.was_used()]  # type: ignore[assignment]
     if stacks:

@@ -35,8 +35,8 @@ def _quiet_libraries() -> None:
 def main(argv: Sequence[str] | None = None) -> int:
     """Exit status: 0 done; 1 the user can mend it, or all is written but stock PEFT could not read the adapter
     (standard error says what); 2 wrong options; 130 Ctrl-C."""
-    options = parse(list(sys.argv[1:] if argv is None else argv))
     _prepare_environment()
+    options = parse(list(sys.argv[1:] if argv is None else argv))
     try:
         from . import job  # imports torch and transformers
 

@@ -104,15 +104,22 @@ def load_tokenizer(folder: Path) -> PreTrainedTokenizerBase:
 
 
 def load_model(
-    folder: Path, dtype: torch.dtype, experts: str, cache_dir: Path | None = None
+    folder: Path, dtype: torch.dtype, dense_dtype: torch.dtype, experts: str, cache_dir: Path | None = None
 ) -> PreTrainedModel:
-    """A local checkpoint in `dtype`, its experts mapped and run by `experts` (an experts_implementation).
+    """A local checkpoint in `dtype`, what is not experts in `dense_dtype`, the experts mapped and run by
+    `experts` (an experts_implementation).
 
     FinetuneError where the folder holds no model that can be used.
     """
     _check_memory(folder)
     try:
-        model = load_mapped(folder, dtype=dtype, experts_implementation=experts, cache_dir=cache_dir)
+        model = load_mapped(
+            folder,
+            dtype=dtype,
+            dense_dtype=dense_dtype,
+            experts_implementation=experts,
+            cache_dir=cache_dir,
+        )
     except (ArgumentError, OSError, ValueError, KeyError) as error:
         raise FinetuneError(f"cannot load a model from {folder}: {_first_line(error)}") from error
     model.config.output_router_logits = False

@@ -51,10 +51,20 @@ class Options:
     threads: int = 1
     seed: int = 0
     compare_steps: int = 8
-    dtype: str = "bfloat16"  # of the frozen base in the LoRA stage
+    dtype: str = "bfloat16"  # of the frozen experts in the LoRA stage
+    dense_dtype: str = (
+        "bfloat16"  # of the rest of the frozen base, and of all of it where torch runs the experts
+    )
     quick: bool = False
     texts: int | None = None  # most documents and most examples taken; None takes all
     shape: ModelShape = field(default_factory=ModelShape)
+
+    @property
+    def dtypes(self) -> str:
+        """Of the frozen base, in words."""
+        if self.dense_dtype == self.dtype:
+            return self.dtype
+        return f"{self.dtype} (experts) and {self.dense_dtype} (the rest)"
 
     def as_json(self) -> dict[str, Any]:
         """Plain values, for metrics.json."""
@@ -135,7 +145,13 @@ def parser() -> argparse.ArgumentParser:
     )
     add("--data", 'lines {"prompt": ..., "completion": ...} or {"text": ...}', type=Path, metavar="FILE.jsonl")
     add("--output", "where everything is written", type=Path, metavar="DIR")
-    add("--dtype", "of the frozen base while LoRA is trained", choices=("bfloat16", "float32"))
+    add("--dtype", "of the frozen experts while LoRA is trained", choices=("bfloat16", "float32"))
+    group.add_argument(
+        "--dense-dtype",
+        choices=("bfloat16", "float32"),
+        help="of everything else, and of torch's own experts in the comparison (default: that of the experts; "
+        "float32 on CPUs without AVX512, where torch has no fast bfloat16 products)",
+    )
     group = result.add_argument_group("how long and how")
     add("--rank", "rank of the adapters", type=_at_least(1), metavar="R")
     group.add_argument("--alpha", type=_positive, help="scaling is alpha / rank (default: 2 * rank)")
@@ -172,6 +188,14 @@ def parser() -> argparse.ArgumentParser:
     return result
 
 
+def _dense_dtype(dtype: str) -> str:
+    import torch  # not before it is needed: --help and wrong options are answered at once
+
+    from amx_sft_moe.checkpoints.dense import dense_dtype_of
+
+    return str(dense_dtype_of("auto", getattr(torch, dtype))).removeprefix("torch.")
+
+
 def parse(argv: list[str]) -> Options:
     """The options of a command line. Exits with argparse's message and status 2 where it is not valid."""
     command = parser()
@@ -180,8 +204,11 @@ def parse(argv: list[str]) -> Options:
         command.error(f"--base-steps: expected no --model, whose base is not trained, got {given['model']}")
     if "cache_dir" in given and "model" not in given:
         command.error(f"--cache-dir: expected a --model to convert, got {given['cache_dir']} without")
+    dtype = given.get("dtype", Options().dtype)
+    if given.get("dense_dtype", dtype) not in (dtype, "float32"):
+        command.error(f"--dense-dtype: expected float32, as --dtype, got {given['dense_dtype']}")
     defaults = _QUICK if given["quick"] else Options()
-    derived: dict[str, Any] = {"threads": default_threads()}
+    derived: dict[str, Any] = {"threads": default_threads(), "dense_dtype": _dense_dtype(dtype)}
     if "rank" in given:
         derived["alpha"] = 2.0 * given["rank"]
     if "model" in given:

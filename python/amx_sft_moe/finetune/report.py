@@ -73,7 +73,7 @@ def _facts(results: Results) -> str:
     data, model, options = results.data, results.model, results.options
     lines = [
         f"- Model: {model.name}, {model.layers} layers, H = {model.hidden}, I = {model.intermediate}, "
-        f"E = {model.experts}, top-{model.top_k}; {model.frozen:,} parameters, frozen in {options.dtype}.\n"
+        f"E = {model.experts}, top-{model.top_k}; {model.frozen:,} parameters, frozen in {options.dtypes}.\n"
         f"- LoRA: rank {options.rank}, alpha {options.alpha:g}; {model.trained_experts:,} parameters on "
         f"experts, {model.trained_attention:,} on attention, fp32.\n"
         f"- Examples: {data.examples}; {data.train_examples:,} for training ({data.train_tokens:,} tokens), "

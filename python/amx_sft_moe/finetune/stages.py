@@ -147,14 +147,15 @@ def examples_as_tokens(
 
 def train_adapter(options: Options, base: Base, tokens: Tokens, scratch: Path, say: Terminal) -> Adapted:
     """LoRA through the Trainer, the experts in our operator."""
-    bare = model.load_model(base.folder, getattr(torch, options.dtype), OURS, options.cache_dir)
+    dtypes = getattr(torch, options.dtype), getattr(torch, options.dense_dtype)
+    bare = model.load_model(base.folder, *dtypes, OURS, options.cache_dir)
     if gigabytes := model.mapped_gigabytes(bare):
         say.fact("mapped", f"{gigabytes:.3f} GB of experts, used as they lie in {base.place}")
     adapted = model.add_adapter(bare, options.rank, options.alpha, options.seed)
     trained = model.trained_parameters(adapted)
     experts = f"{trained.experts:,} parameters on the experts of {trained.layers} layers"
     say.fact("trained", f"{experts}, {trained.attention:,} on attention, rank {options.rank}, fp32")
-    say.fact("frozen", f"{trained.frozen:,} parameters in {options.dtype}")
+    say.fact("frozen", f"{trained.frozen:,} parameters in {options.dtypes}")
     start = model.adapter_state(adapted)
     curve = train(
         adapted,
@@ -191,7 +192,7 @@ def read_back(
     if not model.room_for_copies(adapted.model):
         say.fact("held-out loss", f"{loss(here)} here; not read back, memory is short for a second model")
         return results.Adapter(size, here, None)
-    dtype = getattr(torch, options.dtype)
+    dtype = getattr(torch, options.dense_dtype)
     try:
         stock = adapter.stock_loss(
             base.folder, folder, tokens.held_out, dtype, options.batch_size, options.threads, scratch
@@ -210,16 +211,21 @@ def compare(
 ) -> list[comparison.Lane] | None:
     """The same steps with torch's grouped_mm beside ours, where memory is left for W + BA of all layers.
 
-    Experts that stay one by one in their files are stacked in memory for grouped_mm: a second model.
+    Experts that stay one by one in their files are stacked in memory for grouped_mm: a second model. So are
+    those of another dtype than the rest, which grouped_mm does not take: there all is in the dtype of the rest.
     """
-    mapped = model.mapped_gigabytes(adapted.model) > 0
-    if not model.room_for_copies(adapted.model, 2 if mapped else 1):
-        copies = "stack the experts and copy them" if mapped else "hold a second copy of the weights"
+    dtype, dense = getattr(torch, options.dtype), getattr(torch, options.dense_dtype)
+    apart = model.mapped_gigabytes(adapted.model) > 0 or dense != dtype
+    wider = dense.itemsize // dtype.itemsize
+    if not model.room_for_copies(adapted.model, 2 * wider if apart else 1):
+        copies = "stack the experts and copy them" if apart else "hold a second copy of the weights"
         say.fact("left out", f"PEFT with {TORCH_GROUPED} would {copies}, memory is short for it")
         return None
     other = adapted.model
-    if mapped:
-        stacked = model.load_stacked(base.folder, getattr(torch, options.dtype), TORCH_GROUPED)
+    if apart:
+        if dense != dtype:
+            say.fact(TORCH_GROUPED, f"in {options.dense_dtype}, in which torch multiplies faster on this CPU")
+        stacked = model.load_stacked(base.folder, dense, TORCH_GROUPED)
         other = model.add_adapter(stacked, options.rank, options.alpha, options.seed)
     models = {OURS: adapted.model, TORCH_GROUPED: other}
     lanes = comparison.compare(models, adapted.start, batches, options.learning_rate)
