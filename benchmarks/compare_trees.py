@@ -4,8 +4,8 @@
 
 On a shared machine one program after the other shows the neighbours, not a change of a few percent. Here each
 tree's headers become a library of their own, and the libraries take turns, in an order that moves on with each
-turn, on the same bf16 weights in memory. Printed are each one's rate, in GB/s of weights (of x for gemm_tn), and
-the median of its ratios to the first.
+turn, on the same bf16 weights in memory. Printed are each one's rate, in GB/s of weights (of x for gemm_tn),
+and the median of its ratios to the first.
 Needs GCC 12 or clang 16 (`CXX`), and numpy.
 """
 
