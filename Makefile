@@ -54,6 +54,9 @@ test-cpp: $(VENV)/onednn
 
 test-python: test-cpp $(VENV)/installed
 	@test -n "$(EMULATOR)" || { echo "test-python: expected libamx_emulator.so in $(abspath $(BUILD)), got none" >&2; exit 1; }
+	@[ ! -e /usr/include/dnnl.hpp ] || $(BIN)/python -c "import amx_sft_moe._onednn" || \
+	  { echo "test-python: /usr/include/dnnl.hpp is there, but the package was built without kernel onednn, and its" \
+	  "tests would be left out: rm $(VENV)/installed, then again" >&2; exit 1; }
 	AMX_EMULATOR_LIBRARY="$(EMULATOR)" $(BIN)/python -m pytest -q tests/python
 
 test-full: test lint tidy matrix qemu asan tsan fuzz test-hypothesis peft-versions
@@ -199,8 +202,9 @@ $(VENV)/packages: $(VENV)/tools pyproject.toml
 	  print(' '.join('\"%s\"' % r for r in e['train'] + e['examples'] + e['test'] if not r.startswith('amx-sft-moe')))" | tr -d '"')
 	@touch $@
 
-# The package itself, built once for all instruction sets; built again when a source changes.
-$(VENV)/installed: $(VENV)/packages $(SOURCES)
+# The package itself, built once for all instruction sets; built again when a source changes. After oneDNN, without
+# which it has no kernel onednn.
+$(VENV)/installed: $(VENV)/packages $(VENV)/onednn $(SOURCES)
 	$(BIN)/pip install -q --no-build-isolation --no-deps .
 	@touch $@
 
