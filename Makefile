@@ -16,10 +16,14 @@ NVTX_INCLUDE = $(shell $(BIN)/python -c "import nvidia, pathlib; \
   print(next((p.parent.parent for d in nvidia.__path__ for p in pathlib.Path(d).rglob('nvtx3/nvtx3.hpp')), ''))")
 # Without it the AMX tests in Python would be skipped. Absolute paths are quoted: the checkout's may have blanks.
 EMULATOR = $(shell find "$(abspath $(BUILD))" -name libamx_emulator.so 2>/dev/null | head -1)
-SOURCES := $(shell find cmake include python pyproject.toml CMakeLists.txt -type f -not -name '*.pyc')
+# Folders too: theirs is the only date that changes when a source is removed.
+SOURCES := $(shell find cmake include python pyproject.toml CMakeLists.txt -not -name '*.pyc' -not -name __pycache__)
 
 # For wheels: one is built for each of these.
 WHEEL_PYTHONS ?= $(PYTHON)
+
+# Several goals configure and build in the same folder. What they start has $(JOBS) of its own.
+.NOTPARALLEL:
 
 .PHONY: finetune test test-cpp test-python test-full test-hypothesis peft-versions asan tsan fuzz matrix qemu lint types tidy coverage \
   mutation bench wheel clean help
@@ -191,11 +195,11 @@ $(VENV)/system:
 	$(PYTHON) -m venv $(VENV)
 	@touch $@
 
-$(VENV)/tools: $(VENV)/system
+$(VENV)/tools: $(VENV)/system Makefile
 	$(BIN)/pip install -q cmake ninja nvidia-nvtx ruff clang-format==16.0.6 'mypy==2.4.*' pybind11 scikit-build-core
 	@touch $@
 
-$(VENV)/packages: $(VENV)/tools pyproject.toml
+$(VENV)/packages: $(VENV)/tools pyproject.toml Makefile
 	$(BIN)/pip install -q $(TORCH)
 	$(BIN)/pip install -q $$($(BIN)/python -c "import tomllib; \
 	  e = tomllib.load(open('pyproject.toml', 'rb'))['project']['optional-dependencies']; \
