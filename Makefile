@@ -16,10 +16,14 @@ NVTX_INCLUDE = $(shell $(BIN)/python -c "import nvidia, pathlib; \
   print(next((p.parent.parent for d in nvidia.__path__ for p in pathlib.Path(d).rglob('nvtx3/nvtx3.hpp')), ''))")
 # Without it the AMX tests in Python would be skipped. Absolute paths are quoted: the checkout's may have blanks.
 EMULATOR = $(shell find "$(abspath $(BUILD))" -name libamx_emulator.so 2>/dev/null | head -1)
-SOURCES := $(shell find cmake include python pyproject.toml CMakeLists.txt -type f -not -name '*.pyc')
+# Folders too: theirs is the only date that changes when a source is removed.
+SOURCES := $(shell find cmake include python pyproject.toml CMakeLists.txt -not -name '*.pyc' -not -name __pycache__)
 
 # For wheels: one is built for each of these.
 WHEEL_PYTHONS ?= $(PYTHON)
+
+# Several goals configure and build in the same folder. What they start has $(JOBS) of its own.
+.NOTPARALLEL:
 
 .PHONY: finetune test test-cpp test-python test-full test-hypothesis peft-versions asan tsan fuzz matrix qemu lint types tidy coverage \
   mutation bench wheel clean help
@@ -54,6 +58,9 @@ test-cpp: $(VENV)/onednn
 
 test-python: test-cpp $(VENV)/installed
 	@test -n "$(EMULATOR)" || { echo "test-python: expected libamx_emulator.so in $(abspath $(BUILD)), got none" >&2; exit 1; }
+	@[ ! -e /usr/include/dnnl.hpp ] || $(BIN)/python -c "import amx_sft_moe._onednn" || \
+	  { echo "test-python: /usr/include/dnnl.hpp is there, but the package was built without kernel onednn, and its" \
+	  "tests would be left out: rm $(VENV)/installed, then again" >&2; exit 1; }
 	AMX_EMULATOR_LIBRARY="$(EMULATOR)" $(BIN)/python -m pytest -q tests/python
 
 test-full: test lint tidy matrix qemu asan tsan fuzz test-hypothesis peft-versions
@@ -188,19 +195,20 @@ $(VENV)/system:
 	$(PYTHON) -m venv $(VENV)
 	@touch $@
 
-$(VENV)/tools: $(VENV)/system
+$(VENV)/tools: $(VENV)/system Makefile
 	$(BIN)/pip install -q cmake ninja nvidia-nvtx ruff clang-format==16.0.6 'mypy==2.4.*' pybind11 scikit-build-core
 	@touch $@
 
-$(VENV)/packages: $(VENV)/tools pyproject.toml
+$(VENV)/packages: $(VENV)/tools pyproject.toml Makefile
 	$(BIN)/pip install -q $(TORCH)
 	$(BIN)/pip install -q $$($(BIN)/python -c "import tomllib; \
 	  e = tomllib.load(open('pyproject.toml', 'rb'))['project']['optional-dependencies']; \
 	  print(' '.join('\"%s\"' % r for r in e['train'] + e['examples'] + e['test'] if not r.startswith('amx-sft-moe')))" | tr -d '"')
 	@touch $@
 
-# The package itself, built once for all instruction sets; built again when a source changes.
-$(VENV)/installed: $(VENV)/packages $(SOURCES)
+# The package itself, built once for all instruction sets; built again when a source changes. After oneDNN, without
+# which it has no kernel onednn.
+$(VENV)/installed: $(VENV)/packages $(VENV)/onednn $(SOURCES)
 	$(BIN)/pip install -q --no-build-isolation --no-deps .
 	@touch $@
 

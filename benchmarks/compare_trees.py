@@ -3,8 +3,9 @@
     python benchmarks/compare_trees.py ../before . [--kernel avx2] [--shape 2048 7168] [--tokens 1 4 8]
 
 On a shared machine one program after the other shows the neighbours, not a change of a few percent. Here each
-tree's headers become a library of their own, and the libraries take turns on the same bf16 weights in memory.
-Printed are each one's rate, in GB/s of weights (of x for gemm_tn), and the median of its ratios to the first.
+tree's headers become a library of their own, and the libraries take turns, in an order that moves on with each
+turn, on the same bf16 weights in memory. Printed are each one's rate, in GB/s of weights (of x for gemm_tn),
+and the median of its ratios to the first.
 Needs GCC 12 or clang 16 (`CXX`), and numpy.
 """
 
@@ -12,6 +13,8 @@ from __future__ import annotations
 
 import argparse
 import ctypes
+import itertools
+import math
 import os
 import statistics
 import subprocess
@@ -52,15 +55,23 @@ def bf16_numbers(count: int) -> np.ndarray:
     return np.resize((values.view(np.uint32) >> 16).astype(np.uint16), count)
 
 
+def parts_for(trees: int, least: int) -> int:
+    """Into how many parts the weights are cut, at least so many: a number that shares no factor with that of
+    the trees, or each tree would meet some of the parts only."""
+    return next(parts for parts in itertools.count(least) if math.gcd(parts, trees) == 1)
+
+
 def compare(runs: list[Callable[[int], None]], turns: int) -> list[list[float]]:
-    """Seconds of each run in each turn; run(i) passes over the i-th part of the weights."""
+    """Seconds of each run in each turn; run(i) passes over the i-th part of the weights. Each turn begins with
+    another run."""
     seconds: list[list[float]] = [[] for _ in runs]
     part = 0
-    for _ in range(turns + 1):
-        for run, times in zip(runs, seconds, strict=True):
+    for turn in range(turns + 1):
+        for place in range(len(runs)):
+            which = (turn + place) % len(runs)
             begin = time.perf_counter()
-            run(part)
-            times.append(time.perf_counter() - begin)
+            runs[which](part)
+            seconds[which].append(time.perf_counter() - begin)
             part += 1
     return [times[1:] for times in seconds]
 
@@ -79,7 +90,7 @@ def main() -> None:
     out, inner = args.shape
     matrix = 2 * out * inner
     matrices = max(16, A_TURN // matrix // 2 * 2)
-    parts = max(2, MEMORY // (matrices * matrix))
+    parts = parts_for(len(args.trees), max(2, MEMORY // (matrices * matrix)))
     weights = bf16_numbers(parts * matrices * out * inner)
     activations = bf16_numbers(max(args.tokens) * max(out, inner, 16))
     with tempfile.TemporaryDirectory() as folder:

@@ -1,14 +1,18 @@
 // The three GEMM forms beside the machine's measured limits, weights streamed from memory.
 //
-//   bench_gemm [threads] [kernel] [out in] [m ...]
+//   bench_gemm [threads] [kernel] [out in [m ...]]
 //
 // Default: all OpenMP threads, all kernels, weights [1536, 2048], 1 to 512 rows.
 //
 // Each measurement walks over enough distinct weight matrices (1.5 GiB at most) that none is found in a cache.
 // gemm_tn is the LoRA gradient's shape: r = 16 rows. Where oneDNN was found, `onednn_alone` is its matmul on
 // the same work without this library.
-#include <cstdlib>
+#include <cstdio>
+#include <exception>
+#include <stdexcept>
+#include <string>
 
+#include "../examples/command_line.hpp"
 #include "kernels.hpp"
 #include "machine.hpp"
 #include "random_data.hpp"
@@ -217,7 +221,6 @@ void report_forms(const char* kernel, const Shape& shape, index_t m, index_t mat
 
 template <class Kernel>
 void bench_kernel(const Shape& shape, int threads, const Machine& machine) {
-  if (arch::cpu_features().amx_emulated && Kernel::kName == "amx_bf16") return;
   Operands<Kernel> operands(shape, *std::max_element(shape.rows.begin(), shape.rows.end()), threads);
   for (const index_t m : shape.rows) {
     index_t products = 0;
@@ -238,30 +241,69 @@ void bench_kernel(const Shape& shape, int threads, const Machine& machine) {
   }
 }
 
-}  // namespace
-
-int main(int argc, char** argv) {
-  const int threads = argc > 1 ? std::atoi(argv[1]) : parallel::default_num_threads();
-  Shape shape;
-  const std::string_view only = argc > 2 ? argv[2] : "all";
-  if (argc > 4) {
-    shape.out = std::atoll(argv[3]);
-    shape.in = std::atoll(argv[4]);
-  }
-  if (argc > 5) shape.rows.clear();
-  for (int i = 5; i < argc; ++i) shape.rows.push_back(std::atoll(argv[i]));
-  const Machine machine = bench::measure_machine(threads);
-  bench::print(machine, threads);
-  std::printf("weights [%lld, %lld] streamed from memory\n", static_cast<long long>(shape.out),
-              static_cast<long long>(shape.in));
+// Calls work for each kernel that is timed: on bf16 weights, with instructions of this CPU.
+template <class Work>
+void for_each_timed(Work&& work) {
   std::string_view done;
   bench::Kernels::for_each([&]<class Kernel>() {
-    if (only != "all" && only != Kernel::kName) return;
     if constexpr (std::is_same_v<typename Kernel::Weight, bf16>) {
       // Of kernels that share a name the one that it stands for here.
       if (!Kernel::available() || done == Kernel::kName) return;
+      if (arch::cpu_features().amx_emulated && Kernel::kName == "amx_bf16") return;
       done = Kernel::kName;
-      bench_kernel<Kernel>(shape, threads, machine);
+      work.template operator()<Kernel>();
     }
   });
+}
+
+struct Options {
+  int threads = parallel::default_num_threads();
+  std::string only = "all";
+  Shape shape;
+};
+
+Options parse(int argc, char** argv) {
+  using command_line::number;
+  Options options;
+  if (argc > 1) options.threads = number("threads", argv[1], 1);
+  if (argc > 2) options.only = argv[2];
+  if (argc == 4) throw std::invalid_argument("out in: expected both or none, got " + std::string(argv[3]));
+  if (argc > 4) {
+    options.shape.out = number<index_t>("out", argv[3], 1);
+    options.shape.in = number<index_t>("in", argv[4], 1);
+  }
+  if (argc > 5) options.shape.rows.clear();
+  for (int i = 5; i < argc; ++i) options.shape.rows.push_back(number<index_t>("m", argv[i], 1));
+
+  std::string names = "all";
+  bool known = options.only == "all";
+  for_each_timed([&]<class Kernel>() {
+    names += " " + std::string(Kernel::kName);
+    known = known || options.only == Kernel::kName;
+  });
+  if (!known) throw std::invalid_argument("kernel: expected one of " + names + ", got " + options.only);
+  return options;
+}
+
+void run(const Options& options) {
+  const Shape& shape = options.shape;
+  const Machine machine = bench::measure_machine(options.threads);
+  bench::print(machine, options.threads);
+  std::printf("weights [%lld, %lld] streamed from memory\n", static_cast<long long>(shape.out),
+              static_cast<long long>(shape.in));
+  for_each_timed([&]<class Kernel>() {
+    if (options.only == "all" || options.only == Kernel::kName)
+      bench_kernel<Kernel>(shape, options.threads, machine);
+  });
+}
+
+}  // namespace
+
+int main(int argc, char** argv) {
+  try {
+    run(parse(argc, argv));
+  } catch (const std::exception& error) {
+    std::fprintf(stderr, "bench_gemm: %s\n", error.what());
+    return 2;
+  }
 }

@@ -111,6 +111,8 @@ class Layer {
     };
     return {{factor(0), factor(1), 2.0F}, {factor(2), factor(3), 2.0F}, {factor(4), factor(5), 2.0F}};
   }
+  // Elements of factor f and of its gradient.
+  index_t factor_size(int f) const { return shape_.experts * dims(f).first * dims(f).second; }
   // Gradients of everything, or of LoRA's A alone, or of its B.
   amx_sft_moe::Gradients gradients(bool of_a = true, bool of_b = true) const {
     auto factor = [&](int f) {

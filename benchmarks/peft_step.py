@@ -235,8 +235,8 @@ def rows_of(
 ) -> list[dict]:
     """One row a candidate. Ratios are ours over theirs."""
 
-    def difference(a: torch.Tensor, b: torch.Tensor) -> float:
-        return float((a.float() - b.float()).norm() / b.float().norm())
+    def difference(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+        return (a.float() - b.float()).norm() / b.float().norm()
 
     rows = []
     for name, passes in found.items():
@@ -254,9 +254,10 @@ def rows_of(
                 "peak_mb": ours["peak_mb"] / row["peak_mb"],
             }
             row["target"] = TARGETS[name]
-            row["largest_difference"] = max(
+            differences = [
                 difference(theirs, mine) for theirs, mine in zip(results[name], results["ours"], strict=True)
-            )
+            ]
+            row["largest_difference"] = torch.stack(differences).max().item()  # max() would lose a NaN
         rows.append(row)
     return rows
 

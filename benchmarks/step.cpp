@@ -7,9 +7,12 @@
 // Prints medians, the phases of a median step, LoRA's share, and the share of the machine's limit: the larger
 // of useful FLOP / measured peak and bytes of active weights (each pass reads them once) / measured bandwidth.
 #include <algorithm>
-#include <cstdlib>
+#include <exception>
 #include <numeric>
+#include <stdexcept>
+#include <string>
 
+#include "../examples/command_line.hpp"
 #include "kernels.hpp"
 #include "layer.hpp"
 #include "machine.hpp"
@@ -111,17 +114,24 @@ void bench_step(const LayerShape& shape, index_t tokens, const char* kernel, int
 }  // namespace
 
 int main(int argc, char** argv) {
-  const char* name = argc > 1 ? argv[1] : "qwen3-30b-a3b";
-  const index_t tokens = argc > 2 ? std::atoll(argv[2]) : 512;
-  const char* kernel = argc > 3 ? argv[3] : "auto";
-  const int threads = argc > 4 ? std::atoi(argv[4]) : parallel::default_num_threads();
-  const int iterations = argc > 5 ? std::atoi(argv[5]) : 7;
-  if (const LayerShape* shape = bench::shape_named(name); shape != nullptr) {
-    bench_step(*shape, tokens, kernel, threads, iterations);
-    return 0;
+  using command_line::number;
+  try {
+    const char* name = argc > 1 ? argv[1] : "qwen3-30b-a3b";
+    const index_t tokens = argc > 2 ? number<index_t>("tokens", argv[2], 1) : 512;
+    const char* kernel = argc > 3 ? argv[3] : "auto";
+    const int threads = argc > 4 ? number("threads", argv[4], 1) : parallel::default_num_threads();
+    const int iterations = argc > 5 ? number("iterations", argv[5], 1) : 7;
+    if (argc > 6)
+      throw std::invalid_argument("expected at most 5 arguments, got another: " + std::string(argv[6]));
+    if (const LayerShape* shape = bench::shape_named(name); shape != nullptr) {
+      bench_step(*shape, tokens, kernel, threads, iterations);
+      return 0;
+    }
+    std::fprintf(stderr, "bench_step: no shape %s; one of:", name);
+    for (const LayerShape& shape : bench::kShapes) std::fprintf(stderr, " %s", shape.name);
+    std::fprintf(stderr, "\n");
+  } catch (const std::exception& error) {
+    std::fprintf(stderr, "bench_step: %s\n", error.what());
   }
-  std::fprintf(stderr, "no shape %s; one of:", name);
-  for (const LayerShape& shape : bench::kShapes) std::fprintf(stderr, " %s", shape.name);
-  std::fprintf(stderr, "\n");
-  return 1;
+  return 2;
 }

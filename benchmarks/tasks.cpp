@@ -8,10 +8,13 @@
 // The list is that of an operator with THREADS threads; counts and times are those of one thread. SHAPE is one of
 // bench_step's. KERNEL amx_bf16_counted has the lists and the vector work of amx_bf16 and counts its tile
 // instructions. The lists need no weights: all experts share one's memory.
-#include <cstdlib>
 #include <cstring>
+#include <exception>
+#include <stdexcept>
+#include <string>
 #include <string_view>
 
+#include "../examples/command_line.hpp"
 #include "tasks/check.hpp"
 #include "tasks/costs.hpp"
 
@@ -93,9 +96,16 @@ SerialTimes serial_times(ObservedLayer& observed, const amx_sft_moe::Gradients& 
   return least;
 }
 
+Spread spread_named(std::string_view name) {
+  if (name == "uniform") return Spread::kUniform;
+  if (name == "zipf") return Spread::kZipf;
+  if (name == "even") return Spread::kEven;
+  throw std::invalid_argument("spread: expected uniform, zipf or even, got " + std::string(name));
+}
+
 void print_list(const LayerShape& shape, index_t tokens, std::string_view spread, const char* kernel,
                 int threads) {
-  const Spread kind = spread == "zipf" ? Spread::kZipf : spread == "even" ? Spread::kEven : Spread::kUniform;
+  const Spread kind = spread_named(spread);
   const Layer layer(shape, tokens, {.spread = kind, .one_weight = true});
   ObservedLayer observed(layer, kernel, 1);
   observed.run();  // warms up
@@ -134,20 +144,31 @@ int usage() {
   return 2;
 }
 
-}  // namespace
-
-int main(int argc, char** argv) {
+int run(int argc, char** argv) {
+  using command_line::number;
   const std::string_view mode = argc > 1 ? argv[1] : "";
   if (mode == "check") return check_all() == 0 ? 0 : 1;
   const LayerShape* shape = argc > 2 ? shape_named(argv[2]) : nullptr;
   if (shape == nullptr) return usage();
   if (mode == "list" && argc == 7) {
-    print_list(*shape, std::atoll(argv[3]), argv[4], argv[5], std::atoi(argv[6]));
+    print_list(*shape, number<index_t>("tokens", argv[3], 1), argv[4], argv[5], number("threads", argv[6], 1));
     return 0;
   }
-  if (mode == "costs" && argc >= 5) {
-    print_costs(*shape, argv[3], std::atoll(argv[4]), argc > 5 ? std::atoi(argv[5]) : 5);
+  if (mode == "costs" && (argc == 5 || argc == 6)) {
+    const int repeats = argc == 6 ? number("repeats", argv[5], 1) : 5;
+    print_costs(*shape, argv[3], number<index_t>("most rows", argv[4], 1), repeats);
     return 0;
   }
   return usage();
+}
+
+}  // namespace
+
+int main(int argc, char** argv) {
+  try {
+    return run(argc, argv);
+  } catch (const std::exception& error) {
+    std::fprintf(stderr, "bench_tasks: %s\n", error.what());
+    return 2;
+  }
 }

@@ -2,7 +2,8 @@
 # own build and of the installed CMake package.
 #
 #   AMX_SFT_MOE_ONEDNN       AUTO: where oneDNN is found; ON: an error where it is not; OFF: never
-#   AMX_SFT_MOE_ONEDNN_ROOT  a prefix with include/ and lib/; else the system's
+#   AMX_SFT_MOE_ONEDNN_ROOT  a prefix with include/ and lib/, where alone it is looked for: an error where it is not
+#                            there; else the system's
 #
 # Header and library are looked for by name: Debian's package files (libdnnl-dev) want OpenCL's development
 # files.
@@ -32,22 +33,40 @@ function(_amx_sft_moe_onednn_fits include result)
   endif()
 endfunction()
 
-if(NOT TARGET amx_sft_moe::onednn AND NOT AMX_SFT_MOE_ONEDNN STREQUAL "OFF")
-  find_path(AMX_SFT_MOE_ONEDNN_INCLUDE dnnl.hpp HINTS "${AMX_SFT_MOE_ONEDNN_ROOT}/include")
-  find_library(AMX_SFT_MOE_ONEDNN_LIBRARY dnnl HINTS "${AMX_SFT_MOE_ONEDNN_ROOT}/lib")
-  mark_as_advanced(AMX_SFT_MOE_ONEDNN_INCLUDE AMX_SFT_MOE_ONEDNN_LIBRARY)
-  set(AMX_SFT_MOE_ONEDNN_FITS FALSE)
-  if(AMX_SFT_MOE_ONEDNN_INCLUDE AND AMX_SFT_MOE_ONEDNN_LIBRARY)
-    _amx_sft_moe_onednn_fits("${AMX_SFT_MOE_ONEDNN_INCLUDE}" AMX_SFT_MOE_ONEDNN_FITS)
+# Looks for header and library and sets ${fits} to whether they are there and fit.
+function(_amx_sft_moe_find_onednn fits)
+  # What was found under another prefix, or without one, stays in the cache.
+  if(NOT "${AMX_SFT_MOE_ONEDNN_ROOT_SEARCHED}" STREQUAL "${AMX_SFT_MOE_ONEDNN_ROOT}")
+    unset(AMX_SFT_MOE_ONEDNN_INCLUDE CACHE)
+    unset(AMX_SFT_MOE_ONEDNN_LIBRARY CACHE)
+    set(AMX_SFT_MOE_ONEDNN_ROOT_SEARCHED "${AMX_SFT_MOE_ONEDNN_ROOT}" CACHE INTERNAL "")
   endif()
+  set(where "")
+  if(AMX_SFT_MOE_ONEDNN_ROOT)
+    set(where PATHS "${AMX_SFT_MOE_ONEDNN_ROOT}" NO_DEFAULT_PATH)
+  endif()
+  find_path(AMX_SFT_MOE_ONEDNN_INCLUDE dnnl.hpp ${where} PATH_SUFFIXES include)
+  find_library(AMX_SFT_MOE_ONEDNN_LIBRARY dnnl ${where} PATH_SUFFIXES lib lib64 lib/${CMAKE_LIBRARY_ARCHITECTURE})
+  mark_as_advanced(AMX_SFT_MOE_ONEDNN_INCLUDE AMX_SFT_MOE_ONEDNN_LIBRARY)
+  set(found FALSE)
+  if(AMX_SFT_MOE_ONEDNN_INCLUDE AND AMX_SFT_MOE_ONEDNN_LIBRARY)
+    _amx_sft_moe_onednn_fits("${AMX_SFT_MOE_ONEDNN_INCLUDE}" found)
+  endif()
+  set(${fits} ${found} PARENT_SCOPE)
+endfunction()
+
+# OFF, and whatever else is false to CMake: NO, 0, FALSE, ...
+if(AMX_SFT_MOE_ONEDNN AND NOT TARGET amx_sft_moe::onednn)
+  _amx_sft_moe_find_onednn(AMX_SFT_MOE_ONEDNN_FITS)
   if(AMX_SFT_MOE_ONEDNN_FITS)
     add_library(amx_sft_moe_onednn INTERFACE IMPORTED GLOBAL)
     target_include_directories(amx_sft_moe_onednn SYSTEM INTERFACE "${AMX_SFT_MOE_ONEDNN_INCLUDE}")
     target_link_libraries(amx_sft_moe_onednn INTERFACE amx_sft_moe::amx_sft_moe "${AMX_SFT_MOE_ONEDNN_LIBRARY}")
     add_library(amx_sft_moe::onednn ALIAS amx_sft_moe_onednn)
-  elseif(AMX_SFT_MOE_ONEDNN STREQUAL "ON")
+  elseif(AMX_SFT_MOE_ONEDNN_ROOT OR NOT AMX_SFT_MOE_ONEDNN STREQUAL "AUTO")
     message(FATAL_ERROR
-      "AMX_SFT_MOE_ONEDNN=ON: expected dnnl.hpp and libdnnl that fit (Debian: libdnnl-dev; or AMX_SFT_MOE_ONEDNN_ROOT), "
-      "got ${AMX_SFT_MOE_ONEDNN_INCLUDE} and ${AMX_SFT_MOE_ONEDNN_LIBRARY}")
+      "AMX_SFT_MOE_ONEDNN=${AMX_SFT_MOE_ONEDNN}, AMX_SFT_MOE_ONEDNN_ROOT=${AMX_SFT_MOE_ONEDNN_ROOT}: expected dnnl.hpp "
+      "and libdnnl that fit (Debian: libdnnl-dev; or AMX_SFT_MOE_ONEDNN_ROOT), got ${AMX_SFT_MOE_ONEDNN_INCLUDE} and "
+      "${AMX_SFT_MOE_ONEDNN_LIBRARY}")
   endif()
 endif()

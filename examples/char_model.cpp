@@ -22,6 +22,7 @@
 #endif
 
 #include "char_model/gradient_check.hpp"
+#include "command_line.hpp"
 
 using namespace char_model;
 
@@ -37,13 +38,14 @@ struct Options {
 };
 
 Options parse(int argc, char** argv) {
+  using command_line::number;
   Options options;
   const std::map<std::string, std::function<void(const std::string&)>> takers{
-      {"--steps", [&](const std::string& value) { options.steps = std::stoi(value); }},
+      {"--steps", [&](const std::string& value) { options.steps = number("--steps", value, 0); }},
       {"--kernel", [&](const std::string& value) { options.kernel = value; }},
-      {"--threads", [&](const std::string& value) { options.threads = std::stoi(value); }},
+      {"--threads", [&](const std::string& value) { options.threads = number("--threads", value, 0); }},
       {"--text", [&](const std::string& value) { options.text = value; }},
-      {"--seed", [&](const std::string& value) { options.seed = std::stoull(value); }},
+      {"--seed", [&](const std::string& value) { options.seed = number("--seed", value, std::uint64_t{0}); }},
   };
   for (int i = 1; i < argc; ++i) {
     const std::string name = argv[i];

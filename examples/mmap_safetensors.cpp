@@ -8,6 +8,7 @@
 #include <cmath>
 #include <iostream>
 
+#include "command_line.hpp"
 #include "mmap_safetensors/write.hpp"
 
 using namespace mmap_safetensors;
@@ -32,7 +33,7 @@ Options parse(int argc, char** argv) {
     } else if (argument == "--fp32") {
       options.fp32 = true;
     } else if (argument == "--layer" && i + 1 < argc) {
-      options.layer = std::stoll(argv[++i]);
+      options.layer = command_line::number<index_t>("--layer", argv[++i], 0);
     } else if (options.file.empty() && argument.rfind("--", 0) != 0) {
       options.file = argument;
     } else {

@@ -16,7 +16,9 @@
 #include <map>
 #include <stdexcept>
 #include <string>
+#include <type_traits>
 
+#include "command_line.hpp"
 #include "profile_layer/reference.hpp"
 
 using namespace profile_layer;  // NOLINT(google-build-using-namespace)
@@ -40,13 +42,10 @@ Options parse(int argc, char** argv) {
     given[argv[i]] = argv[i + 1];
   }
   Options options;
-  const auto take = [&given](const char* name, auto& value) {
+  const auto take = [&given]<class T>(const char* name, T& value, std::type_identity_t<T> least) {
     const auto found = given.find(name);
     if (found == given.end()) return;
-    const long long number = std::atoll(found->second.c_str());
-    if (number < 1)
-      throw std::invalid_argument(std::string(name) + ": expected a positive number, got " + found->second);
-    value = static_cast<std::remove_reference_t<decltype(value)>>(number);
+    value = command_line::number<T>(name, found->second, least);
     given.erase(found);
   };
   if (const auto found = given.find("--shape"); found != given.end()) {
@@ -60,14 +59,14 @@ Options parse(int argc, char** argv) {
     options.kernel = found->second;
     given.erase(found);
   }
-  take("--experts", options.shape.experts);
-  take("--tokens", options.tokens);
-  take("--check-tokens", options.check_tokens);
-  take("--rank", options.rank);
-  take("--alpha", options.alpha);
-  take("--warmup", options.warmup);
-  take("--iterations", options.iterations);
-  take("--threads", options.threads);
+  take("--experts", options.shape.experts, options.shape.top_k);  // a token has top_k different ones
+  take("--tokens", options.tokens, 1);
+  take("--check-tokens", options.check_tokens, 1);
+  take("--rank", options.rank, 1);
+  take("--alpha", options.alpha, 0);
+  take("--warmup", options.warmup, 0);
+  take("--iterations", options.iterations, 1);
+  take("--threads", options.threads, 1);
   if (!given.empty()) throw std::invalid_argument(given.begin()->first + ": no such option");
   return options;
 }

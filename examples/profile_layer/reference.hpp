@@ -112,22 +112,28 @@ struct Reference {
   const Layer& layer_;
 };
 
-// Norm of the error over the norm of what is right.
+// Norm of the error over the norm of what is right; the former alone where the latter is 0.
 inline double relative_error(const std::vector<float>& found, const std::vector<double>& exact) {
   double error = 0, norm = 0;
   for (std::size_t i = 0; i < exact.size(); ++i) {
     error += std::pow(static_cast<double>(found[i]) - exact[i], 2);
     norm += exact[i] * exact[i];
   }
-  return std::sqrt(error / norm);
+  return std::sqrt(norm > 0 ? error / norm : error);
 }
 
-// The largest of all results of a step.
+// NaN where either is, which std::max would lose.
+inline double larger(double a, double b) {
+  return std::isnan(a) || a >= b ? a : b;
+}
+
+// The largest of all results of a step; NaN where any of them has one.
 inline double largest_error(const Batch& batch, const Reference& exact) {
-  double worst = std::max({relative_error(batch.y, exact.y), relative_error(batch.grad_x, exact.grad_x),
-                           relative_error(batch.grad_weights, exact.grad_weights)});
+  double worst = relative_error(batch.y, exact.y);
+  worst = larger(worst, relative_error(batch.grad_x, exact.grad_x));
+  worst = larger(worst, relative_error(batch.grad_weights, exact.grad_weights));
   for (std::size_t f = 0; f < kFactors; ++f) {
-    worst = std::max(worst, relative_error(batch.grads[f], exact.grads[f]));
+    worst = larger(worst, relative_error(batch.grads[f], exact.grads[f]));
   }
   return worst;
 }

@@ -31,6 +31,7 @@ from __future__ import annotations
 import argparse
 import os
 import tempfile
+from collections.abc import Iterator
 
 import psutil
 import tiny
@@ -76,6 +77,12 @@ def require_same_adapter(accelerator: Accelerator, trained: list[torch.nn.Parame
         raise RuntimeError("the adapters of the processes have come apart")
 
 
+def epochs(loader: DataLoader) -> Iterator[dict[str, torch.Tensor]]:
+    """Its batches, epoch after epoch without an end, each in an order of its own."""
+    while True:
+        yield from loader
+
+
 def train(accelerator: Accelerator, folder: str, options: argparse.Namespace) -> None:
     """Trains an adapter on the base of `folder` in all processes; the first one speaks and saves."""
     say = tiny.say if accelerator.is_main_process else lambda text: None
@@ -90,7 +97,10 @@ def train(accelerator: Accelerator, folder: str, options: argparse.Namespace) ->
     optimizer, loader = accelerator.prepare(optimizer, loader)
     parallel = DistributedDataParallel(model, init_sync=False) if accelerator.num_processes > 1 else model
 
-    for step, batch in zip(range(1, options.steps + 1), loader, strict=False):
+    if len(loader) == 0:
+        raise ValueError(f"--batch-size: expected at most {len(training)}, the rows there are, got {size}")
+
+    for step, batch in zip(range(1, options.steps + 1), epochs(loader), strict=False):
         loss = parallel(**batch, use_cache=False).loss
         accelerator.backward(loss)  # DDP averages the gradients meanwhile
         norm = accelerator.clip_grad_norm_(trained, 1.0)

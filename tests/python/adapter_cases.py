@@ -14,6 +14,8 @@ import transformers
 from peft import LoraConfig, PeftModel, get_peft_model
 from transformers import AutoModelForCausalLM
 
+from reference import largest
+
 SIZES = {
     "vocab_size": 64,
     "hidden_size": 28,
@@ -92,7 +94,7 @@ def stock_merge(family: str, adapter: Path) -> dict[str, torch.Tensor]:
 
 def largest_difference(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> float:
     assert set(found) == set(expected)
-    return max(float((found[name] - expected[name]).abs().max()) for name in expected)
+    return largest(float((found[name] - expected[name]).abs().max()) for name in expected)
 
 
 def config_of(adapter: Path) -> dict[str, Any]:

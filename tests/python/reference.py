@@ -4,7 +4,7 @@ the eager torch of the accuracy contract. Shares no code with what it checks.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
@@ -185,6 +185,11 @@ def relative_error(found: Tensor, expected: Tensor) -> float:
     is 0."""
     norm = expected.double().norm().item()
     return (found.double() - expected.double()).norm().item() / (norm or 1.0)
+
+
+def largest(values: Iterable[float]) -> float:
+    """The largest of them; NaN where any is NaN, which ``max`` would keep only if it came first."""
+    return torch.tensor(list(values), dtype=torch.float64).max().item()
 
 
 def assert_close(found: dict[str, Tensor], expected: dict[str, Tensor], tolerance: float) -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
+import itertools
 import os
 import re
 import subprocess
@@ -11,7 +13,9 @@ import types
 from pathlib import Path
 
 import pytest
+import torch
 from safetensors.torch import load_file
+from torch.utils.data import DataLoader
 
 ROOT = Path(__file__).parents[2]
 EXAMPLES = ROOT / "examples" / "python"
@@ -128,6 +132,23 @@ def test_two_processes_do_what_one_does_with_twice_the_batch(tmp_path):
         mapped, copied = numbers(f"weights in process {process}: # MB mapped, # MB of them copied", of_two)
         assert mapped > 0.5
         assert copied == 0
+
+
+def test_epochs_have_no_end(monkeypatch):
+    monkeypatch.syspath_prepend(str(EXAMPLES))
+    example = importlib.import_module("accelerate_ddp")
+    loader = DataLoader(range(8), batch_size=2, shuffle=True, generator=torch.Generator().manual_seed(1))
+    rows = [row for batch in itertools.islice(example.epochs(loader), 12) for row in batch.tolist()]
+    epochs = [rows[:8], rows[8:16], rows[16:]]
+    assert all(sorted(epoch) == list(range(8)) for epoch in epochs)
+    assert epochs[0] != epochs[1]
+
+
+def test_more_rows_a_step_than_there_are_is_refused(tmp_path):
+    command = [sys.executable, str(EXAMPLES / "accelerate_ddp.py"), "--batch-size", "1000000"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=500)
+    assert done.returncode != 0
+    assert re.search(r"--batch-size: expected at most \d+, the rows there are, got 1000000", done.stderr)
 
 
 def test_resumed_training_has_the_bits_of_uninterrupted_training(tmp_path):

@@ -17,7 +17,7 @@ import transformers
 from torch import Tensor, nn
 
 from amx_sft_moe.integrations import experts_hook
-from reference import one_thread, relative_error
+from reference import largest, one_thread, relative_error
 
 OURS = "amx_sft_moe"
 HIDDEN, INTERMEDIATE, EXPERTS, TOP_K, TOKENS = 32, 24, 5, 2, 13
@@ -92,7 +92,7 @@ def test_class(file: Path, calls: list[Tensor], caplog: pytest.LogCaptureFixture
             for parameter in experts.parameters():
                 parameter.normal_(std=0.4)
             expected, found = results(experts, "eager"), results(experts, OURS)
-        assert max(relative_error(a, b) for a, b in zip(found, expected, strict=True)) < 1e-5
+        assert largest(relative_error(a, b) for a, b in zip(found, expected, strict=True)) < 1e-5
         reasons = [record.getMessage() for record in caplog.records if record.name == "amx_sft_moe"]
         assert len(calls) + len(reasons) == 1, "either it is taken, or one warning says why not"
         plain = experts._apply_gate.__func__ is experts_hook.moe._default_apply_gate

@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from families import FAMILIES, family_model, token_batch, train, with_lora
 from models import loss_and_gradients
-from reference import assert_close, one_thread
+from reference import assert_close, largest, one_thread
 
 OURS = "amx_sft_moe"
 STEPS = 20
@@ -27,6 +27,10 @@ def _one_thread() -> Any:
 @cache
 def exact_losses(family: str) -> list[float]:
     return train(with_lora(family_model(family, "eager")), STEPS)
+
+
+def largest_apart(found: list[float], expected: list[float]) -> float:
+    return largest(abs(a - b) for a, b in zip(found, expected, strict=True))
 
 
 def layers_with_experts(model: torch.nn.Module) -> int:
@@ -54,7 +58,7 @@ def test_training(family: str, calls: list[torch.Tensor]) -> None:
     found = train(model, STEPS)
     assert len(calls) == STEPS * layers_with_experts(model)
     assert expected[-1] < expected[0] - 0.05, "it learns"
-    assert max(abs(a - b) for a, b in zip(found, expected, strict=True)) < 1e-4
+    assert largest_apart(found, expected) < 1e-4
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -65,9 +69,7 @@ def test_training_in_bf16(family: str, calls: list[torch.Tensor]) -> None:
         for implementation in ("eager", OURS)
     )
     assert all(x.dtype == torch.bfloat16 for x in calls)
-    noise = max(abs(a - b) for a, b in zip(eager, exact, strict=True))
-    error = max(abs(a - b) for a, b in zip(ours, exact, strict=True))
-    assert error < 2 * noise + 0.02
+    assert largest_apart(ours, exact) < 2 * largest_apart(eager, exact) + 0.02
 
 
 @pytest.mark.parametrize("reentrant", [False, True])
@@ -187,4 +189,4 @@ def test_full_training(family: str, calls: list[torch.Tensor]) -> None:
     of_experts = [name for name in found[1] if name.endswith(("gate_up_proj", "down_proj"))]
     assert len([name for name in of_experts if "shared" not in name]) >= 2 * layers_with_experts(model)
     assert_close(found[1], found[0], 1e-5)
-    assert max(abs(a - b) for a, b in zip(*losses, strict=True)) < 1e-4
+    assert largest_apart(*losses) < 1e-4

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import math
 import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 SOURCE = Path(__file__).parents[2] / "benchmarks" / "peft_step.py"
 ARGUMENTS = "--experts 4 --top-k 2 --hidden 64 --intermediate 32 --tokens 13 --turns 1 --threads 1 --json"
@@ -43,6 +45,15 @@ def test_candidates_agree_and_are_compared(benchmark, monkeypatch, capsys):
         assert row["largest_difference"] < 2e-2  # bf16
         assert row["ratio"]["step"] == pytest.approx(ours["step_ms"] / row["step_ms"])
         assert row["ratio"]["peak_mb"] == 1.0 / memories[row["candidate"]]
+
+
+def test_a_candidate_with_a_nan_differs(benchmark):
+    right, wrong = torch.ones(3), torch.full((3,), math.nan)
+    results = {"ours": [right] * 3, "peft-grouped": [right, wrong, right]}
+    seconds = {name: [(1.0, 1.0)] for name in results}
+    memories = {name: {"peak_mb": 1.0, "between_mb": 1.0} for name in results}
+    _, row = benchmark.rows_of(seconds, results, memories)
+    assert math.isnan(row["largest_difference"])
 
 
 def test_memory_counts_what_a_step_holds(benchmark, monkeypatch):

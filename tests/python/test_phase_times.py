@@ -91,6 +91,14 @@ def test_no_ranges_without_a_profiler() -> None:
     assert experts.experts().operator().ranges is None
 
 
+def test_the_profilers_table_has_both_passes() -> None:
+    experts, layer = module()
+    with torch.profiler.profile() as profile:
+        experts(layer.x, layer.expert_ids, layer.routing_weights).sum().backward()
+    names = {event.key for event in profile.key_averages()}
+    assert {"amx_sft_moe::forward", "amx_sft_moe::backward"} <= names
+
+
 @contextmanager
 def unraisable_messages() -> Iterator[list[str]]:
     """What was raised where nobody could catch it."""
@@ -161,9 +169,11 @@ def test_totals_of_a_threads_operators() -> None:
         take_times()
         for _ in range(3):
             experts(layer.x, layer.expert_ids, layer.routing_weights).sum().backward()
-        threading.Thread(
+        another = threading.Thread(
             target=lambda: experts(layer.x, layer.expert_ids, layer.routing_weights).sum().backward()
-        ).start()
+        )
+        another.start()
+        another.join()
         found = [totals for totals in take_times() if totals[0]["passes"]]
         assert [(forward["passes"], backward["passes"]) for forward, backward in found] == [(3, 3)]
         forward, backward = found[0]
