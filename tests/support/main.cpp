@@ -1,6 +1,12 @@
 // Runs the tests of a program, with AMX instructions emulated where the CPU has none and the emulator is
 // linked.
 #include <gtest/gtest.h>
+#include <unistd.h>
+
+#include <cstdlib>
+#include <string>
+#include <string_view>
+#include <vector>
 
 #include "emulation.hpp"
 
@@ -16,7 +22,22 @@ bool sft_test::amx_is_emulated() {
 }
 #endif
 
+namespace {
+
+// A developer's AMX_SFT_MOE_KERNEL or AMX_SFT_MOE_TIMER shall not decide what is tested; tests set their own.
+void forget_inherited_variables() {
+  std::vector<std::string> names;
+  for (char** variable = environ; *variable != nullptr; ++variable) {
+    const std::string_view text(*variable);
+    if (text.starts_with("AMX_SFT_MOE_")) names.emplace_back(text.substr(0, text.find('=')));
+  }
+  for (const std::string& name : names) ::unsetenv(name.c_str());
+}
+
+}  // namespace
+
 int main(int argc, char** argv) {
+  forget_inherited_variables();
 #ifdef SFT_TEST_HAS_AMX_EMULATOR
   amx_emulator::install();  // refuses where the CPU has AMX
 #endif
