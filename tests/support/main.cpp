@@ -12,15 +12,37 @@
 
 #ifdef SFT_TEST_HAS_AMX_EMULATOR
 #include "amx_emulator.hpp"
-
-bool sft_test::amx_is_emulated() {
-  return amx_emulator::installed();
-}
 #else
-bool sft_test::amx_is_emulated() {
+namespace amx_emulator {
+namespace {
+
+bool install() {
   return false;
 }
+void uninstall() {}
+bool installed() {
+  return false;
+}
+
+}  // namespace
+}  // namespace amx_emulator
 #endif
+
+namespace sft_test {
+
+bool amx_is_emulated() {
+  return amx_emulator::installed();
+}
+
+WithoutEmulation::WithoutEmulation() : was_emulated_(amx_is_emulated()) {
+  amx_emulator::uninstall();
+}
+
+WithoutEmulation::~WithoutEmulation() {
+  if (was_emulated_) amx_emulator::install();
+}
+
+}  // namespace sft_test
 
 namespace {
 
@@ -38,9 +60,7 @@ void forget_inherited_variables() {
 
 int main(int argc, char** argv) {
   forget_inherited_variables();
-#ifdef SFT_TEST_HAS_AMX_EMULATOR
   amx_emulator::install();  // refuses where the CPU has AMX
-#endif
   testing::InitGoogleTest(&argc, argv);
   return RUN_ALL_TESTS();
 }
