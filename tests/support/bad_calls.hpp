@@ -45,8 +45,11 @@ inline std::vector<float>& somewhere_storage() {
 inline float* somewhere() {
   return somewhere_storage().data();
 }
+// Since the last time: one failure shall not bring others.
 inline bool somewhere_is_untouched() {
-  return std::ranges::all_of(somewhere_storage(), [](float value) { return value == kUntouched; });
+  const bool untouched = std::ranges::count(somewhere_storage(), kUntouched) == std::ssize(somewhere_storage());
+  std::ranges::fill(somewhere_storage(), kUntouched);
+  return untouched;
 }
 inline AnyMatrix floats(index_t rows, index_t cols, index_t row_stride, index_t col_stride = 1) {
   return {somewhere(), rows, cols, row_stride, col_stride};
