@@ -86,8 +86,8 @@ TYPED_TEST(OperatorActivations, FarOut) {
   }
 }
 
-// A token whose x or grad_y is NaN or infinite spoils what is its own, not the rows of others. (Gradients of parameters
-// are sums over tokens.)
+// A token whose x or grad_y is NaN or infinite spoils what is its own, not the rows of others. (Gradients of
+// parameters are sums over tokens.)
 TYPED_TEST(OperatorActivations, InfiniteTokensStayAlone) {
   const Case c{"infinite", 20, 2, 3, 33, 17, {4, 4, 4}};
   Problem problem = random_problem(c, kPlain, kWeightDType<TypeParam>);

@@ -188,8 +188,9 @@ TYPED_TEST(OperatorStack, OutputsMayBeTheInputs) {
   expect_same_bits(want, out);
 }
 
-// grad_x is written where x lay, which the gradients of the A factors and of the base weights still read. (The stack
-// keeps x in the kernel's own type, so that an fp32 x does not give the bits that it gives with the caller's buffers.)
+// grad_x is written where x lay, which the gradients of the A factors and of the base weights still read. (The
+// stack keeps x in the kernel's own type: an fp32 x does not give the bits that it gives with the caller's
+// buffers.)
 TYPED_TEST(OperatorStack, GradXMayBeX) {
   const Case c = with_trained_base(with_biases({"grad_x_is_x", 41, 3, 4, 37, 29, {5, 3, 7}}));
   for (const Storage& storage : {kPlain, kWide}) {

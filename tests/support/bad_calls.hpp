@@ -35,8 +35,8 @@ struct BadCall {
   std::function<void(Call&)> spoil;
 };
 
-// Where wrong arguments point to: any memory will do, a refused call must not touch it. A pattern shows whether one
-// did.
+// Where wrong arguments point to: any memory will do, a refused call must not touch it. A pattern shows whether
+// one did.
 inline constexpr float kUntouched = -123.25F;
 inline std::vector<float>& somewhere_storage() {
   static std::vector<float> storage(4096, kUntouched);

@@ -36,8 +36,8 @@ class Variable {
   std::optional<std::string> before_;
 };
 
-// A folder of this process alone, removed at its end: two runs side by side do not meet, and nobody's files are in the
-// way.
+// A folder of this process alone, removed at its end: two runs side by side do not meet, and nobody's files are
+// in the way.
 class ProcessFolder {
  public:
   ProcessFolder() {
