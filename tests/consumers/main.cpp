@@ -98,7 +98,7 @@ double deviation(const Results& a, const Results& b) {
       size += y * y;
     }
     const double relative = std::sqrt(difference / size);
-    worst = relative <= worst ? worst : relative;  // a NaN stays
+    if (std::isnan(relative) || relative > worst) worst = relative;  // nothing is above a NaN: it stays
   }
   return worst;
 }

@@ -1,7 +1,9 @@
 // The activations at their edges: exactly at the clamp's bounds, and far out, where exp overflows.
 #include <gtest/gtest.h>
 
+#include <algorithm>
 #include <cmath>
+#include <limits>
 #include <vector>
 
 #include "compare.hpp"
@@ -84,23 +86,36 @@ TYPED_TEST(OperatorActivations, FarOut) {
   }
 }
 
-// Routes with NaN or infinite inputs spoil their own token, not the others.
+// A token whose x or grad_y is NaN or infinite spoils what is its own, not the rows of others. (Gradients of
+// parameters are sums over tokens.)
 TYPED_TEST(OperatorActivations, InfiniteTokensStayAlone) {
   const Case c{"infinite", 20, 2, 3, 33, 17, {4, 4, 4}};
   Problem problem = random_problem(c, kPlain, kWeightDType<TypeParam>);
-  const std::vector<double> want = step_alone<TypeParam>(problem)[reference::kY].values();
-  problem.x_tensor().set(0, 7, 3, std::numeric_limits<double>::infinity());
-  problem.x_tensor().set(0, 8, 3, std::numeric_limits<double>::quiet_NaN());
-  const std::vector<double> got = step_alone<TypeParam>(problem)[reference::kY].values();
-  for (std::size_t n = 0; n < got.size(); ++n) {
-    const std::size_t token = n / static_cast<std::size_t>(c.hidden);
-    if (token == 8) {
-      EXPECT_TRUE(std::isnan(got[n])) << n;
+  const Outputs want = step_alone<TypeParam>(problem);
+  constexpr double kInfinity = std::numeric_limits<double>::infinity();
+  constexpr double kNaN = std::numeric_limits<double>::quiet_NaN();
+  problem.x_tensor().set(0, 7, 3, kInfinity);
+  problem.x_tensor().set(0, 8, 3, kNaN);
+  problem.grad_y_tensor().set(0, 2, 5, kInfinity);
+  problem.grad_y_tensor().set(0, 3, 5, kNaN);
+  const Outputs got = step_alone<TypeParam>(problem);
+  const auto expect_others_alike = [&](reference::Tensor which, const std::vector<int>& spoilt) {
+    for (int token = 0; token < c.tokens; ++token) {
+      if (std::ranges::find(spoilt, token) != spoilt.end()) continue;
+      for (index_t n = 0; n < want[which].extents().d2; ++n) {
+        EXPECT_EQ(got[which].get(0, token, n), want[which].get(0, token, n))
+            << reference::kTensorNames[which] << "[" << token << ", " << n << "]";
+      }
     }
-    if (token != 7 && token != 8) {
-      EXPECT_EQ(got[n], want[n]) << n;
-    }
+  };
+  expect_others_alike(reference::kY, {7, 8});
+  expect_others_alike(reference::kGradX, {2, 3, 7, 8});
+  expect_others_alike(reference::kGradW, {2, 3, 7, 8});
+  for (index_t n = 0; n < c.hidden; ++n) {
+    EXPECT_TRUE(std::isnan(got[reference::kY].get(0, 8, n))) << n;
+    EXPECT_TRUE(std::isnan(got[reference::kGradX].get(0, 3, n))) << n;
   }
+  for (index_t n = 0; n < c.top_k; ++n) EXPECT_TRUE(std::isnan(got[reference::kGradW].get(0, 3, n))) << n;
 }
 
 }  // namespace

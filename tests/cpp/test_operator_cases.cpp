@@ -1,4 +1,4 @@
-// Every case of cases.hpp, in three ways of storing things, on every kernel, against the float64 reference. The
+// Every case of cases.hpp, in four ways of storing things, on every kernel, against the float64 reference. The
 // tests are named after kernel, case and storage: OperatorCases_avx512_bf16_bf16.rows_17/fp32_fused_strided.
 #include <gtest/gtest.h>
 

@@ -9,9 +9,11 @@
 
 #include <atomic>
 #include <chrono>
+#include <cmath>
 #include <thread>
 
 #include "compare.hpp"
+#include "saved_buffers.hpp"
 #include "step.hpp"
 
 namespace sft_test {
@@ -79,43 +81,72 @@ class OperatorInUse : public testing::Test {
   Outputs want_ = step_alone<Kernel>(problem_);
 };
 
-TEST_F(OperatorInUse, EveryCallDuringAForwardIsRefused) {
-  const Problem other = random_problem(kCase, kPlain, DType::kBf16);
-  Moe<Kernel> moe = make_moe<Kernel>(problem_);
-  Outputs got(problem_);
-  Outputs refused(other);
+// Counts what it is told; between calls nothing is under way.
+class CountingObserver final : public amx_sft_moe::StepObserver {
+ public:
+  void group_begins(amx_sft_moe::PhaseGroup) noexcept override { ++told; }
+  void phase_begins(amx_sft_moe::Phase) noexcept override { ++told; }
+  void phase_ends() noexcept override { ++told; }
+  void group_ends() noexcept override { ++told; }
+  int told = 0;
+};
+
+// Every member but those that are documented as to be read between calls: config(), lora(), label(), last_*().
+class EveryCallInUse : public OperatorInUse {
+ protected:
+  void expect_every_call_refused() {
+    const amx_sft_moe::AnyConstMatrix x = other_.x(), grad_y = other_.grad_y();
+    EXPECT_THROW(moe_.forward_sft(other_.routing(), x, refused_.y()), StateError);
+    EXPECT_THROW(moe_.forward_sft(other_.routing(), x, refused_.y(), false), StateError);
+    EXPECT_THROW(moe_.forward_sft(other_.routing(), x, refused_.y(), saved_.view()), StateError);
+    EXPECT_THROW(moe_.backward(grad_y, refused_.gradients()), StateError);
+    EXPECT_THROW(moe_.backward(other_.routing(), x, saved_.view(), grad_y, refused_.gradients()), StateError);
+    EXPECT_THROW(moe_.clear(), StateError);
+    EXPECT_THROW(moe_.set_lora(other_.lora()), StateError);
+    EXPECT_THROW(moe_.set_base(other_.base<bf16>()), StateError);
+    EXPECT_THROW(moe_.set_observer(&observer_), StateError);
+    EXPECT_THROW(moe_.set_name("refused"), StateError);
+    EXPECT_THROW(moe_.backward_text(), StateError);
+    EXPECT_THROW(moe_.saved_depth(), StateError);
+    EXPECT_THROW(moe_.memory(), StateError);
+  }
+  void expect_nothing_changed() {
+    expect_same_bits(Outputs(other_), refused_);
+    for (const Tensor* saved : {&saved_.gate, &saved_.up, &saved_.u_gate, &saved_.u_up, &saved_.u_down}) {
+      for (const double value : saved->values()) ASSERT_TRUE(std::isnan(value));
+    }
+    EXPECT_EQ(moe_.config().name, problem_.config().name);
+    run_step(moe_, problem_, got_);  // with the weights, factors and observer of before
+    expect_same_bits(want_, got_);
+    EXPECT_EQ(observer_.told, 0);
+  }
+
+  const Problem other_ = random_problem(kCase, kPlain, DType::kBf16, 2);
+  Moe<Kernel> moe_ = make_moe<Kernel>(problem_);
+  Outputs got_{problem_};
+  Outputs refused_{other_};
+  SavedBuffers<Kernel::Stored> saved_{other_};
+  CountingObserver observer_;
+};
+
+TEST_F(EveryCallInUse, IsRefusedDuringAForward) {
   close_gate(problem_.x_tensor());
-  while_inside([&] { moe.forward_sft(problem_.routing(), problem_.x(), got.y()); },
-               [&] {
-                 EXPECT_THROW(moe.forward_sft(other.routing(), other.x(), refused.y()), StateError);
-                 EXPECT_THROW(moe.forward_sft(other.routing(), other.x(), refused.y(), false), StateError);
-                 EXPECT_THROW(moe.backward(other.grad_y(), refused.gradients()), StateError);
-                 EXPECT_THROW(moe.clear(), StateError);
-                 EXPECT_THROW(moe.set_lora(other.lora()), StateError);
-                 EXPECT_THROW(moe.set_base(other.base<bf16>()), StateError);
-                 EXPECT_THROW(moe.saved_depth(), StateError);
-                 EXPECT_THROW(moe.memory(), StateError);
-               });
-  EXPECT_EQ(moe.saved_depth(), 1);
-  for (const double value : refused[reference::kY].values()) ASSERT_TRUE(std::isnan(value));
-  moe.backward(problem_.grad_y(), got.gradients());
-  expect_same_bits(want_, got);
+  while_inside([&] { moe_.forward_sft(problem_.routing(), problem_.x(), got_.y()); },
+               [&] { expect_every_call_refused(); });
+  EXPECT_EQ(moe_.saved_depth(), 1);
+  moe_.backward(problem_.grad_y(), got_.gradients());
+  expect_same_bits(want_, got_);
+  expect_nothing_changed();
 }
 
-TEST_F(OperatorInUse, EveryCallDuringABackwardIsRefused) {
-  const Problem other = random_problem(kCase, kPlain, DType::kBf16);
-  Moe<Kernel> moe = make_moe<Kernel>(problem_);
-  Outputs got(problem_);
-  Outputs refused(other);
-  moe.forward_sft(problem_.routing(), problem_.x(), got.y());
+TEST_F(EveryCallInUse, IsRefusedDuringABackward) {
+  moe_.forward_sft(problem_.routing(), problem_.x(), got_.y());
   close_gate(problem_.grad_y_tensor());
-  while_inside([&] { moe.backward(problem_.grad_y(), got.gradients()); },
-               [&] {
-                 EXPECT_THROW(moe.forward_sft(other.routing(), other.x(), refused.y()), StateError);
-                 EXPECT_THROW(moe.backward(other.grad_y(), refused.gradients()), StateError);
-               });
-  EXPECT_EQ(moe.saved_depth(), 0);
-  expect_same_bits(want_, got);
+  while_inside([&] { moe_.backward(problem_.grad_y(), got_.gradients()); },
+               [&] { expect_every_call_refused(); });
+  EXPECT_EQ(moe_.saved_depth(), 0);
+  expect_same_bits(want_, got_);
+  expect_nothing_changed();
 }
 
 // Two layers that share a workspace may only run one after another; another layer with its own is free to.

@@ -188,6 +188,40 @@ TYPED_TEST(OperatorStack, OutputsMayBeTheInputs) {
   expect_same_bits(want, out);
 }
 
+// grad_x is written where x lay, which the gradients of the A factors and of the base weights still read. (The
+// stack keeps x in the kernel's own type: an fp32 x does not give the bits that it gives with the caller's
+// buffers.)
+TYPED_TEST(OperatorStack, GradXMayBeX) {
+  const Case c = with_trained_base(with_biases({"grad_x_is_x", 41, 3, 4, 37, 29, {5, 3, 7}}));
+  for (const Storage& storage : {kPlain, kWide}) {
+    SCOPED_TRACE(storage.name);
+    for (const bool on_stack : {true, false}) {
+      SCOPED_TRACE(on_stack ? "stack" : "the caller's buffers");
+      Problem problem = random_problem(c, storage, kWeightDType<TypeParam>);
+      const SavedBuffers<typename TypeParam::Stored> saved(problem);
+      Moe<TypeParam> moe = make_moe<TypeParam>(problem);
+      const auto run = [&](const Outputs& out, const amx_sft_moe::Gradients& grads) {
+        if (on_stack) {
+          moe.forward_sft(problem.routing(), problem.x(), out.y());
+          moe.backward(problem.grad_y(), grads);
+        } else {
+          moe.forward_sft(problem.routing(), problem.x(), out.y(), saved.view());
+          moe.backward(problem.routing(), problem.x(), saved.view(), problem.grad_y(), grads);
+        }
+      };
+      const Outputs want(problem);
+      run(want, want.gradients());
+      Outputs got(problem);
+      amx_sft_moe::Gradients grads = got.gradients();
+      grads.x = problem.x_tensor().matrix_view();
+      run(got, grads);
+      got[reference::kGradX].store(problem.x_tensor().values());
+      expect_same_bits(want, got);
+      EXPECT_TRUE(problem.x_tensor().gaps_are_poison());
+    }
+  }
+}
+
 TYPED_TEST(OperatorStack, CallersBuffersGiveTheSameBits) {
   for (const Case& c :
        {kCase, Case{"skipped", 17, 3, 3, 33, 18, {5, 0, 2}, kSkipped},

@@ -2,9 +2,9 @@
 // examples/mmap_safetensors.cmake.
 #include <gtest/gtest.h>
 
-#include <cstdio>
 #include <fstream>
 
+#include "environment.hpp"
 #include "mmap_safetensors/safetensors.hpp"
 
 namespace mmap_safetensors {
@@ -88,8 +88,7 @@ TEST(SafetensorsHeader, ACutHeaderIsRefused) {
 
 class SafetensorsFileTest : public testing::Test {
  protected:
-  SafetensorsFileTest() : path_(testing::TempDir() + "test_safetensors_example.safetensors") {}
-  ~SafetensorsFileTest() override { std::remove(path_.c_str()); }
+  SafetensorsFileTest() : path_(sft_test::fresh_file("weights.safetensors").string()) {}
 
   void write(std::uint64_t header_length, const std::string& rest) const {
     std::ofstream file(path_, std::ios::binary);

@@ -1,9 +1,12 @@
 // The tests' own tools: guard pages fault, poison shows, tensors know their layout, problems say what they
 // promise.
+#include <gtest/gtest-spi.h>
 #include <gtest/gtest.h>
 
+#include <algorithm>
 #include <cmath>
 #include <limits>
+#include <string>
 
 #include "compare.hpp"
 #include "integers.hpp"
@@ -100,6 +103,27 @@ TEST(Problem, WritingReadOnlyWeightsFaults) {
   EXPECT_DEATH(*const_cast<volatile float*>(gate) = 1, "");
 }
 
+Outputs rounded_values(const Problem& problem, const Expected& expected) {
+  Outputs out(problem);
+  for (std::size_t t = 0; t < reference::kTensors; ++t) {
+    out[static_cast<reference::Tensor>(t)].store(expected.values[t]);
+  }
+  return out;
+}
+
+// The comparison must fail and say `what`, among other things.
+void expect_finds(const Expected& expected, const Outputs& got, const std::string& what) {
+  testing::TestPartResultArray failures;
+  {
+    const testing::ScopedFakeTestPartResultReporter reporter(
+        testing::ScopedFakeTestPartResultReporter::INTERCEPT_ONLY_CURRENT_THREAD, &failures);
+    expect_close(expected, got);
+  }
+  std::string messages;
+  for (int n = 0; n < failures.size(); ++n) messages += failures.GetTestPartResult(n).message();
+  EXPECT_NE(messages.find(what), std::string::npos) << what << " is not found in: " << messages;
+}
+
 TEST(ExpectClose, AllowsRoundingButNotALostElement) {
   const Case c = with_trained_base(with_biases({"c", 16, 2, 4, 64, 64, {8, 8, 8}}));
   const Problem problem = random_problem(c, kPlain, DType::kBf16);
@@ -110,16 +134,48 @@ TEST(ExpectClose, AllowsRoundingButNotALostElement) {
     EXPECT_GT(expected.frobenius[t], 0.002 * std::sqrt(norm)) << reference::kTensorNames[t];
     EXPECT_LT(expected.frobenius[t], 0.013 * std::sqrt(norm)) << reference::kTensorNames[t];
   }
-  Outputs out(problem);
-  for (std::size_t t = 0; t < reference::kTensors; ++t) {
-    out[static_cast<reference::Tensor>(t)].store(expected.values[t]);
-  }
+  const Outputs out = rounded_values(problem, expected);
   expect_close(expected, out);
   // One element of the largest tensor swapped for its neighbour.
-  Tensor& y = out[reference::kY];
-  const double other = y.get(0, 3, 8);
-  y.set(0, 3, 7, other);
-  EXPECT_GT(std::abs(other - expected.values[reference::kY][3 * 64 + 7]), expected.largest[reference::kY]);
+  const Tensor& y = out[reference::kY];
+  Outputs swapped = rounded_values(problem, expected);
+  swapped[reference::kY].set(0, 3, 7, y.get(0, 3, 8));
+  expect_finds(expected, swapped, "y: largest error of an element");
+}
+
+TEST(ExpectClose, FindsALostElementAndANaNInEachTensor) {
+  const Case c = with_trained_base(with_biases({"c", 16, 2, 4, 64, 64, {8, 8, 8}}));
+  const Problem problem = random_problem(c, kPlain, DType::kBf16);
+  const Expected expected = expected_step(problem);
+  for (std::size_t t = 0; t < reference::kTensors; ++t) {
+    const std::string name = reference::kTensorNames[t];
+    const std::vector<double>& values = expected.values[t];
+    const auto by_size = [](double a, double b) { return std::abs(a) < std::abs(b); };
+    const auto largest = std::ranges::max_element(values, by_size) - values.begin();
+    const auto with = [&](std::ptrdiff_t n, double value) {
+      Outputs out = rounded_values(problem, expected);
+      std::vector<double> changed = values;
+      changed[static_cast<std::size_t>(n)] = value;
+      out[static_cast<reference::Tensor>(t)].store(changed);
+      return out;
+    };
+    expect_finds(expected, with(largest, 0), name + ": largest error of an element");
+    constexpr double kNaN = std::numeric_limits<double>::quiet_NaN();
+    for (const std::ptrdiff_t n : {std::ptrdiff_t{0}, std::ssize(values) - 1}) {
+      expect_finds(expected, with(n, kNaN), name + ": largest error of an element");
+      expect_finds(expected, with(n, kNaN), name + ": Frobenius norm");
+    }
+  }
+}
+
+TEST(ExpectClose, FindsWhatMustBeZero) {
+  const Case c{"c", 16, 2, 4, 32, 32, {8, 8, 8}, kIdleExperts};
+  const Problem problem = random_problem(c, kPlain, DType::kBf16);
+  const Expected expected = expected_step(problem);
+  Outputs out = rounded_values(problem, expected);
+  expect_close(expected, out);
+  out[reference::kUpA].set(1, 3, 5, 1e-30);  // of an expert without tokens
+  expect_finds(expected, out, "up_a[");
 }
 
 TEST(IntegerProblem, HasLongSumsAndNonZeroGradients) {

@@ -6,10 +6,13 @@
 //
 // With AMX_SFT_MOE_FUZZ_CALLS=n the process ends well after n calls of the operator. `make fuzz
 // FUZZ_CALLS=1000000` runs a million.
+#include <algorithm>
+#include <cmath>
 #include <cstdio>
 #include <cstdlib>
 #include <deque>
 #include <memory>
+#include <vector>
 
 #include "bytes.hpp"
 #include "compare.hpp"
@@ -24,6 +27,7 @@ using namespace sft_test;     // NOLINT(google-build-using-namespace)
 using sft_fuzz::Bytes;
 
 long long g_calls = 0;  // of the operator, over all inputs
+constexpr float kUnused = -123.25F;
 
 [[noreturn]] void fail(const char* what) {
   std::fprintf(stderr, "operator_fuzzer: %s\n", what);
@@ -232,13 +236,16 @@ class Session {
     for (AnyExpertTensor* weight : {&grads.weights.gate, &grads.weights.up, &grads.weights.down}) {
       if (in_.in(0, 3) == 0) *weight = {};
     }
-    if (in_.flag()) {  // adding to zeros is overwriting
-      grads.accumulate = true;
-      for (std::size_t t = reference::kGateA; t < reference::kTensors; ++t) {
-        out[static_cast<reference::Tensor>(t)].fill(0);
-      }
-    }
+    grads.accumulate = in_.flag();
+    if (grads.accumulate) zero_sums(out);
     return grads;
+  }
+
+  // What a backward may add to; adding to zeros is overwriting.
+  static void zero_sums(Outputs& out) {
+    for (std::size_t t = reference::kGateA; t < reference::kTensors; ++t) {
+      out[static_cast<reference::Tensor>(t)].fill(0);
+    }
   }
 
   void check_gradients(const Batch& batch, const Outputs& out, const Gradients& grads) const {
@@ -258,13 +265,28 @@ class Session {
                            !grads.weights.gate.empty(),
                            !grads.weights.up.empty(),
                            !grads.weights.down.empty()};
+    Outputs untouched(batch.problem);
+    if (grads.accumulate) zero_sums(untouched);
     for (std::size_t t = reference::kGradX; t < reference::kTensors; ++t) {
-      // A clamp's gradient jumps where rounding moves a value across its bound.
-      if (!wanted[t] || case_.form == kClamped) continue;
       const auto which = static_cast<reference::Tensor>(t);
-      expect_close(batch.expected, which, out[which]);
+      if (!wanted[t]) {
+        if (out[which].bits() != untouched[which].bits()) fail("a gradient that is not wanted was written");
+      } else if (case_.form == kClamped) {
+        // A clamp's gradient jumps where rounding moves a value across its bound.
+        expect_written(batch.expected.values[t], out[which].values());
+      } else {
+        expect_close(batch.expected, which, out[which]);
+      }
     }
     if (!out.gaps_are_poison()) fail("something was written between the rows of a result");
+  }
+
+  // What is not written is still poison, a NaN.
+  static void expect_written(const std::vector<double>& wanted, const std::vector<double>& got) {
+    if (got.size() != wanted.size()) fail("a gradient has another size than the reference's");
+    for (std::size_t n = 0; n < got.size(); ++n) {
+      if (std::isfinite(wanted[n]) && !std::isfinite(got[n])) fail("a gradient is not finite, or not written");
+    }
   }
 
   // A call with one argument spoilt; nothing may change.
@@ -287,16 +309,19 @@ class Session {
         x = AnyConstMatrix(static_cast<const float*>(nullptr), tokens + 1, hidden, hidden);
         break;
       case 3:
-        y = AnyMatrix(&unused_, tokens, hidden + 1, hidden + 1);
+        y = AnyMatrix(unused_.data(), tokens, hidden + 1, hidden + 1);
         break;
       case 4:
-        x = AnyConstMatrix(&unused_, tokens, hidden - 1, hidden);
+        x = AnyConstMatrix(unused_.data(), tokens, hidden - 1, hidden);
         break;
       default:
-        routing.weights = AnyConstMatrix(&unused_, tokens, case_.top_k + 1, case_.top_k + 1);
+        routing.weights = AnyConstMatrix(unused_.data(), tokens, case_.top_k + 1, case_.top_k + 1);
     }
     if (accepted([&] { moe_->forward_sft(routing, x, y, in_.flag()); })) fail("a spoilt forward was accepted");
     if (out.bits() != Outputs(problem).bits()) fail("a refused call wrote");
+    if (std::ranges::any_of(unused_, [](float value) { return value != kUnused; })) {
+      fail("a refused call wrote where its argument points to");
+    }
     check_depth();
   }
 
@@ -334,7 +359,8 @@ class Session {
   Bytes& in_;
   Case case_;
   KernelInfo kernel_;
-  float unused_ = 0;  // a refused call must not touch it
+  // A refused call must not touch it. As large as the largest view of refused().
+  std::vector<float> unused_ = std::vector<float>(2048, kUnused);
   index_t depth_ = 1;
   std::unique_ptr<Batch> first_;  // whose weights and factors the operator uses
   std::unique_ptr<AnySftMoe> moe_;

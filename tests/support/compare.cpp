@@ -73,8 +73,8 @@ Error error_of(const std::vector<double>& wanted, const std::vector<double>& got
   for (std::size_t n = 0; n < wanted.size(); ++n) {
     const double off = std::abs(got[n] - wanted[n]);
     squares += off * off;
-    // A NaN must not be lost in max.
-    if (!(off <= error.largest)) error.largest = off;
+    // Nothing is above a NaN: once there it stays.
+    if (std::isnan(off) || off > error.largest) error.largest = off;
   }
   error.frobenius = std::sqrt(squares);
   return error;

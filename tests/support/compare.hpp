@@ -42,7 +42,7 @@ struct Expected {
 // `runs` of the reference with moved roundings; 0: as many as the problem needs.
 Expected expected_step(const Problem& problem, unsigned runs = 0);
 
-// Checks the result of one tensor. `name` is only for messages.
+// Checks the result of one tensor.
 void expect_close(const Expected& expected, reference::Tensor which, const Tensor& got);
 
 // Checks all, and that nothing was written beside them.

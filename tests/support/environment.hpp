@@ -2,32 +2,67 @@
 #pragma once
 
 #include <gtest/gtest.h>
+#include <unistd.h>
 
+#include <cerrno>
 #include <cstdlib>
 #include <filesystem>
 #include <fstream>
+#include <optional>
 #include <sstream>
 #include <string>
+#include <system_error>
 #include <vector>
 
 namespace sft_test {
 
-// Sets an environment variable for one test.
+// Sets an environment variable for one test, or removes it; what it was before comes back.
 class Variable {
  public:
-  Variable(const char* name, const std::string& value) : name_(name) { setenv(name, value.c_str(), 1); }
+  Variable(const char* name, const std::optional<std::string>& value) : name_(name) {
+    if (const char* before = std::getenv(name)) before_ = before;
+    set(value);
+  }
   Variable(const Variable&) = delete;
   Variable& operator=(const Variable&) = delete;
-  ~Variable() { unsetenv(name_); }
+  ~Variable() { set(before_); }
 
  private:
+  void set(const std::optional<std::string>& value) const {
+    value ? ::setenv(name_, value->c_str(), 1) : ::unsetenv(name_);
+  }
+
   const char* name_;
+  std::optional<std::string> before_;
 };
 
-// A name in the folder of temporary files under which there is nothing yet.
+// A folder of this process alone, removed at its end: two runs side by side do not meet, and nobody's files are
+// in the way.
+class ProcessFolder {
+ public:
+  ProcessFolder() {
+    std::string name = testing::TempDir() + "amx_sft_moe.XXXXXX";
+    if (::mkdtemp(name.data()) == nullptr) throw std::system_error(errno, std::generic_category(), name);
+    path_ = name;
+  }
+  ProcessFolder(const ProcessFolder&) = delete;
+  ProcessFolder& operator=(const ProcessFolder&) = delete;
+  ~ProcessFolder() {
+    std::error_code ignored;
+    if (::getpid() == owner_) std::filesystem::remove_all(path_, ignored);  // not at the end of a forked one
+  }
+  const std::filesystem::path& path() const { return path_; }
+
+ private:
+  pid_t owner_ = ::getpid();
+  std::filesystem::path path_;
+};
+
+// A name under which there is no file yet.
 inline std::filesystem::path fresh_file(const std::string& name) {
-  const auto path = std::filesystem::path(testing::TempDir()) / name;
-  std::filesystem::remove(path);
+  static const ProcessFolder folder;
+  auto path = folder.path() / name;
+  std::filesystem::remove(path);  // a test may be repeated
   return path;
 }
 

@@ -42,6 +42,9 @@ class Moe {
   const amx_sft_moe::LoraWeights& lora() const;
   const amx_sft_moe::StepRecord& last_forward() const;
   const amx_sft_moe::StepRecord& last_backward() const;
+  std::string backward_text() const;
+  void set_observer(amx_sft_moe::StepObserver* observer);
+  void set_name(const std::string& name);
   amx_sft_moe::MemoryReport memory() const;
 
  private:

@@ -1,6 +1,7 @@
 // Definitions of Moe's members. Included only by the files that instantiate it.
 #pragma once
 
+#include <string>
 #include <utility>
 
 #include "moe.hpp"
@@ -80,6 +81,21 @@ const amx_sft_moe::StepRecord& Moe<Kernel>::last_forward() const {
 template <class Kernel>
 const amx_sft_moe::StepRecord& Moe<Kernel>::last_backward() const {
   return moe_->last_backward();
+}
+
+template <class Kernel>
+std::string Moe<Kernel>::backward_text() const {
+  return moe_->backward_text();
+}
+
+template <class Kernel>
+void Moe<Kernel>::set_observer(amx_sft_moe::StepObserver* observer) {
+  moe_->set_observer(observer);
+}
+
+template <class Kernel>
+void Moe<Kernel>::set_name(const std::string& name) {
+  moe_->set_name(name);
 }
 
 template <class Kernel>

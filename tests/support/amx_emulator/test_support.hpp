@@ -14,9 +14,9 @@
 #include <algorithm>
 #include <cstddef>
 #include <cstdint>
-#include <stdexcept>
 
 #include "amx_emulator.hpp"
+#include "guarded.hpp"
 #include "tile_asm.hpp"
 
 namespace amx_test {
@@ -83,31 +83,16 @@ class EmulatorTest : public AmxTest {
   }
 };
 
-// Bytes directly before and directly behind which every access is a SIGSEGV.
+// The bytes of a page directly before and directly behind which every access is a SIGSEGV.
 class GuardedPages {
  public:
-  explicit GuardedPages(std::size_t usable_pages = 1)
-      : page_(static_cast<std::size_t>(sysconf(_SC_PAGESIZE))), bytes_(usable_pages * page_) {
-    void* const all = mmap(nullptr, bytes_ + 2 * page_, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
-    if (all == MAP_FAILED) throw std::runtime_error("mmap");
-    begin_ = static_cast<std::uint8_t*>(all) + page_;
-    protect(PROT_READ | PROT_WRITE);
-  }
-  ~GuardedPages() { munmap(begin_ - page_, bytes_ + 2 * page_); }
-  GuardedPages(const GuardedPages&) = delete;
-  GuardedPages& operator=(const GuardedPages&) = delete;
-
-  void protect(int protection) const {
-    if (mprotect(begin_, bytes_, protection) != 0) throw std::runtime_error("mprotect");
-  }
-  std::uint8_t* begin() const { return begin_; }
-  std::uint8_t* end() const { return begin_ + bytes_; }
-  std::size_t page() const { return page_; }
+  void protect(int protection) const { memory_.protect(protection); }
+  std::uint8_t* begin() const { return reinterpret_cast<std::uint8_t*>(memory_.pages()); }
+  std::uint8_t* end() const { return begin() + page(); }
+  std::size_t page() const { return memory_.page_bytes(); }
 
  private:
-  std::size_t page_;
-  std::size_t bytes_;
-  std::uint8_t* begin_;
+  sft_test::GuardedMemory memory_{1, sft_test::Edge::kStart};  // of which there are whole pages
 };
 
 struct CaughtSignal {
