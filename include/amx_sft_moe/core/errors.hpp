@@ -11,6 +11,21 @@
 
 AMX_SFT_MOE_NAMESPACE_BEGIN
 
+namespace abi {
+
+// Whether `name` (v0_1) says major and minor of `version` (0.1.0).
+constexpr bool names_version(std::string_view name, std::string_view version) {
+  std::size_t at = 0;
+  for (const char c : name.substr(1)) {
+    if (at == version.size() || version[at++] != (c == '_' ? '.' : c)) return false;
+  }
+  return name.front() == 'v' && at == version.find('.', version.find('.') + 1);
+}
+static_assert(names_version(AMX_SFT_MOE_TEXT(AMX_SFT_MOE_ABI_VERSION), AMX_SFT_MOE_VERSION_STRING),
+              "AMX_SFT_MOE_ABI_VERSION: expected v<major>_<minor> of AMX_SFT_MOE_VERSION_STRING");
+
+}  // namespace abi
+
 // A wrong shape, dtype, stride, null pointer or option. Nothing was changed by the refused call.
 class ArgumentError : public std::invalid_argument {
  public:
