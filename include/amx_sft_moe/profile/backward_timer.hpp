@@ -180,6 +180,14 @@ class BasicThreadTimer {
 using StepTimer = BasicStepTimer<SteadyClock>;
 using ThreadTimer = BasicThreadTimer<SteadyClock>;
 
+// Their names have no prefix: macros of these names that a user has are put aside, until core/undef_macros.hpp.
+#define AMX_SFT_MOE_USERS_TIMER_MACROS_ASIDE
+#pragma push_macro("BACKWARD_TIMER_START")
+#pragma push_macro("BACKWARD_TIMER_CHECKPOINT")
+#pragma push_macro("BACKWARD_TIMER_END")
+#undef BACKWARD_TIMER_START
+#undef BACKWARD_TIMER_CHECKPOINT
+#undef BACKWARD_TIMER_END
 #define BACKWARD_TIMER_START(timer, group, ...) (timer).start_region((group), __VA_ARGS__)
 #define BACKWARD_TIMER_CHECKPOINT(thread_timer, phase) (thread_timer).checkpoint(phase)
 #define BACKWARD_TIMER_END(timer) (timer).end_region()
