@@ -2,6 +2,8 @@
 // came.
 #pragma once
 
+#include <cstddef>
+#include <locale>
 #include <sstream>
 #include <stdexcept>
 #include <string>
@@ -44,9 +46,11 @@ class KernelError : public std::runtime_error {
   using std::runtime_error::runtime_error;
 };
 
+// Numbers as C++ writes them, whatever the process' locale is: the text goes into JSON too.
 template <class... Parts>
 std::string concat(const Parts&... parts) {
   std::ostringstream text;
+  text.imbue(std::locale::classic());
   (text << ... << parts);
   return text.str();
 }
