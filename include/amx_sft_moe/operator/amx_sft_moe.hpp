@@ -119,6 +119,8 @@ class AMX_SFT_MOE {
 
   const Config& config() const { return config_; }
   const LoraWeights& lora() const { return lora_; }
+  // Of the last pass of the kind. A call that was refused leaves it as it was; it is empty() after a pass that
+  // std::bad_alloc left half way, until the next one.
   const StepRecord& last_forward() const { return forward_record_; }
   const StepRecord& last_backward() const { return backward_record_; }
   // What dumps of this operator's records say about it; the name is the configuration's own.
