@@ -1,7 +1,7 @@
 // Dumps that a user asks for by environment, read when an operator is made:
 //
 //   AMX_SFT_MOE_TIMER=text|json     dump each step of each operator
-//   AMX_SFT_MOE_TIMER_FILE=path     append there instead of writing to standard error
+//   AMX_SFT_MOE_TIMER_FILE=path     append there instead of writing to standard error; a named pipe needs its reader
 //   AMX_SFT_MOE_TRACE=path          append each step as Chrome trace events (profile/trace_dump.hpp)
 //   AMX_SFT_MOE_TRACE_LIMIT=MB      no file grows beyond this; default 256. An end mark says that it is full
 #pragma once
@@ -103,7 +103,7 @@ class TimerOutput {
     return static_cast<std::int64_t>(megabytes * kMega);
   }
 
-  void write_dump() const {
+  void write_dump() {
     if (dumps_.named()) return dumps_.append(buffer_);
     [[maybe_unused]] const ssize_t written = ::write(STDERR_FILENO, buffer_.data(), buffer_.size());
   }
