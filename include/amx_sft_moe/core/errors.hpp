@@ -81,6 +81,11 @@ void require_at_least(const ArgumentName& argument, const Low& low, const Got& g
   if (got < low) throw ArgumentError(concat(argument, ": expected at least ", low, ", got ", got));
 }
 
+template <class High, class Got>
+void require_at_most(const ArgumentName& argument, const High& high, const Got& got) {
+  if (got > high) throw ArgumentError(concat(argument, ": expected at most ", high, ", got ", got));
+}
+
 inline void require_pointer(const ArgumentName& argument, const void* pointer) {
   if (pointer == nullptr) throw ArgumentError(concat(argument, ": expected a non-null pointer, got null"));
 }

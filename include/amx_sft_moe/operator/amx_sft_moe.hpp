@@ -90,7 +90,7 @@ class AMX_SFT_MOE {
   }
 
   // Gradients of the last forward that waits on the stack. Its entry is popped when the call succeeds. grads.x may be
-  // grad_y itself, or x; gradients of parameters have memory of their own.
+  // grad_y itself, or x; gradients of parameters have memory of their own, and grads.routing_weights none of grads.x.
   void backward(const AnyConstMatrix& grad_y, const Gradients& grads) {
     const InUse own = own_use(), shared = workspace_use();
     const SavedForward<Stored>& entry = stack_.top();
