@@ -94,7 +94,7 @@ std::unique_ptr<Variant> make_with_timer(Data& data, const std::string& kernel, 
 DumpCosts dump_costs(const Variant& recorder, const std::string& file) {
   constexpr int kRepeats = 200;
   const AnySftMoe& moe = dynamic_cast<const Operator&>(recorder).moe();
-  const BoundedFile out(file, std::int64_t{1} << 40, "", "");
+  BoundedFile out(file, std::int64_t{1} << 40, "", "");
   std::string buffer;
   const auto time = [&](auto&& append_dump) {
     const auto begin = std::chrono::steady_clock::now();

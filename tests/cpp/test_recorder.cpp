@@ -207,6 +207,61 @@ TEST_F(Recorder, TellsTheObserver) {
                                                       "end", "backward_gate_up", "end"}));
 }
 
+TEST_F(Recorder, TheObserverHearsNothingOfARegionWithoutMemory) {
+  Listener listener;
+  try {
+    StepTimer step(record, 8, 16, 1000, Phase::kD1Scatter, &listener);
+    step.start_region(PhaseGroup::kBackwardDown, 1, 1);
+    step.start_region(PhaseGroup::kBackwardGateUp, -1, 1);  // as many threads as no vector holds
+    ADD_FAILURE() << "nothing was thrown";
+  } catch (const std::length_error&) {
+  }
+  EXPECT_EQ(listener.heard, (std::vector<std::string>{"backward_down", "end"}));
+}
+
+TEST_F(Recorder, AStepThatAnExceptionLeavesHasNoRecord) {
+  { const StepTimer step(record, 8, 16, 1000, Phase::kRoute); }
+  EXPECT_FALSE(record.empty());
+  try {
+    StepTimer step(record, 8, 16, 1000, Phase::kRoute);
+    record.threads = 2;
+    record.work.add(Phase::kD3Gemm, 40, 30);
+    step.start_region(PhaseGroup::kBackwardDown, 1, 1);
+    throw std::runtime_error("a task");
+  } catch (const std::runtime_error&) {
+  }
+  EXPECT_TRUE(record.empty());
+  EXPECT_TRUE(record.regions().empty());
+  EXPECT_EQ(std::tuple(record.tokens, record.routed_rows, record.threads, record.end_ns),
+            std::tuple(0, 0, 0, 0));
+  EXPECT_EQ(record.work.flop_of(Phase::kD3Gemm), 0);
+  EXPECT_EQ(record.index, 0);
+  { const StepTimer step(record, 8, 16, 1000, Phase::kRoute); }
+  EXPECT_EQ(record.index, 1);
+}
+
+// Takes a whole step when an exception passes by.
+class StepAtTheEnd {
+ public:
+  explicit StepAtTheEnd(StepRecord& record) : record_(record) {}
+  StepAtTheEnd(const StepAtTheEnd&) = delete;
+  StepAtTheEnd& operator=(const StepAtTheEnd&) = delete;
+  ~StepAtTheEnd() { const StepTimer step(record_, 8, 16, 1000, Phase::kRoute); }
+
+ private:
+  StepRecord& record_;
+};
+
+TEST_F(Recorder, AStepTakenWhileAnExceptionPassesHasItsRecord) {
+  try {
+    const StepAtTheEnd step(record);
+    throw std::runtime_error("of someone else");
+  } catch (const std::runtime_error&) {
+  }
+  EXPECT_FALSE(record.empty());
+  EXPECT_EQ(record.index, 0);
+}
+
 TEST_F(Recorder, TheObserverHearsTheEndWhenATaskThrows) {
   Listener listener;
   try {

@@ -156,7 +156,7 @@ TEST(Trace, EndsAtItsLimit) {
 
 TEST(BoundedFile, HoldsWhatFits) {
   const auto path = fresh_file("bounded");
-  const BoundedFile file(path.string(), 30, "<\n", "end\n");
+  BoundedFile file(path.string(), 30, "<\n", "end\n");
   file.append("0123456789\n");  // 13 with the head
   file.append("0123456789\n");  // 24, and 4 for the mark
   EXPECT_EQ(contents(path), "<\n0123456789\n0123456789\n");
@@ -181,7 +181,7 @@ TEST(BoundedFile, MarksItsEndOnceWhoeverWrites) {
     std::vector<std::jthread> writers;
     for (int n = 0; n < 4; ++n) {
       writers.emplace_back([&path, n] {
-        const BoundedFile file(path.string(), 20'000, "[\n", "the end\n");
+        BoundedFile file(path.string(), 20'000, "[\n", "the end\n");
         const std::string record(static_cast<std::size_t>(11 + 10 * n), static_cast<char>('a' + n));
         for (int i = 0; i < 300; ++i) file.append(record + "\n");
       });

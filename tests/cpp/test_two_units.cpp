@@ -1,12 +1,16 @@
 // Two translation units that include everything, use the same operator, and link. Each function of the library
-// is then either inline or a template, or the linker complains; and no helper macro has leaked.
+// is then either inline or a template, or the linker complains; and no helper macro has leaked. A third unit is
+// compiled without OpenMP and has a library of its own.
 #include <gtest/gtest.h>
 
 #include <cstdint>
+#include <string>
+#include <typeinfo>
 #include <vector>
 
 #include "amx_sft_moe/amx_sft_moe.hpp"
 #include "two_units.hpp"
+#include "two_units_serial.hpp"
 
 #if defined(AMX_SFT_MOE_NAMESPACE_BEGIN) || defined(AMX_SFT_MOE_NAMESPACE_END) ||             \
     defined(AMX_SFT_MOE_INLINE) || defined(AMX_SFT_MOE_UNROLL) || defined(AMX_SFT_MOE_ABI) || \
@@ -27,6 +31,30 @@ TEST(TwoUnits, HaveOneOperator) {
 TEST(TwoUnits, ShareTheirTypes) {
   EXPECT_THROW(throw_argument_error_there(), amx_sft_moe::ArgumentError);
   EXPECT_EQ(&amx_sft_moe::kPhases, phases_there());
+}
+
+TEST(TwoUnits, OneWithoutOpenMpHasBodiesOfItsOwn) {
+  EXPECT_EQ(run_tiny_layer_serially(), run_tiny_layer_here());
+#ifdef _OPENMP
+  const SerialUnit serial = serial_unit();
+  int (*const own)() = &amx_sft_moe::parallel::default_num_threads;
+  EXPECT_NE(serial.default_num_threads, own);
+  const int before = omp_get_max_threads();
+  omp_set_num_threads(3);
+  EXPECT_EQ(own(), 3);
+  EXPECT_EQ(serial.default_num_threads(), 1);
+  omp_set_num_threads(before);
+  EXPECT_NE(serial.size_of_single_threaded, sizeof(amx_sft_moe::parallel::SingleThreaded));
+  EXPECT_NE(serial.provider_type, typeid(amx_sft_moe::KernelProvider).name());
+#endif
+}
+
+TEST(TwoUnits, NamespaceSaysTheVersion) {
+  const std::string version = AMX_SFT_MOE_VERSION_STRING;
+  std::string name = "v" + version.substr(0, version.rfind('.'));
+  name[name.find('.')] = '_';
+  const std::string type = typeid(amx_sft_moe::KernelProvider).name();
+  EXPECT_NE(type.find(name + "_timer"), std::string::npos) << type;
 }
 
 }  // namespace

@@ -8,11 +8,13 @@
 #define AMX_SFT_MOE_VERSION_STRING "0.1.0"
 #endif
 
-// Build switches that change inline bodies name the inline namespace, so that two translation units built with
-// different switches never share a function body (an ODR violation without a diagnostic).
+// The inline namespace says all that two translation units of one program could have unlike: major and minor of the
+// version (core/errors.hpp checks that they are those of the string), and the switches that change inline bodies.
+// Units built with different ones never share a function body (an ODR violation without a diagnostic).
 //   AMX_SFT_MOE_NO_TIMER   compile the phase recorder and the NVTX ranges out
 //   AMX_SFT_MOE_NO_NVTX    compile the NVTX ranges out; also the case where the NVTX headers are not found
-//   AMX_SFT_MOE_DEBUG      check internal invariants and throw std::logic_error when one does not hold
+//   _OPENMP                the compiler's own (-fopenmp): parallel/tasks.hpp has other bodies without it
+#define AMX_SFT_MOE_ABI_VERSION v0_1
 #if defined(AMX_SFT_MOE_NO_TIMER)
 #define AMX_SFT_MOE_ABI_TIMER _no_timer
 #else
@@ -25,14 +27,18 @@
 #define AMX_SFT_MOE_HAS_NVTX 0
 #define AMX_SFT_MOE_ABI_NVTX
 #endif
-#if defined(AMX_SFT_MOE_DEBUG)
-#define AMX_SFT_MOE_ABI_DEBUG _debug
+#if defined(_OPENMP)
+#define AMX_SFT_MOE_ABI_THREADS _openmp
 #else
-#define AMX_SFT_MOE_ABI_DEBUG
+#define AMX_SFT_MOE_ABI_THREADS _serial
 #endif
 #define AMX_SFT_MOE_JOIN_(a, b, c, d) a##b##c##d
 #define AMX_SFT_MOE_JOIN(a, b, c, d) AMX_SFT_MOE_JOIN_(a, b, c, d)
-#define AMX_SFT_MOE_ABI AMX_SFT_MOE_JOIN(v0, AMX_SFT_MOE_ABI_TIMER, AMX_SFT_MOE_ABI_NVTX, AMX_SFT_MOE_ABI_DEBUG)
+#define AMX_SFT_MOE_ABI                                                                  \
+  AMX_SFT_MOE_JOIN(AMX_SFT_MOE_ABI_VERSION, AMX_SFT_MOE_ABI_TIMER, AMX_SFT_MOE_ABI_NVTX, \
+                   AMX_SFT_MOE_ABI_THREADS)
+#define AMX_SFT_MOE_TEXT_(name) #name
+#define AMX_SFT_MOE_TEXT(name) AMX_SFT_MOE_TEXT_(name)
 
 #define AMX_SFT_MOE_NAMESPACE_BEGIN \
   namespace amx_sft_moe {           \

@@ -2,6 +2,8 @@
 // came.
 #pragma once
 
+#include <cstddef>
+#include <locale>
 #include <sstream>
 #include <stdexcept>
 #include <string>
@@ -10,6 +12,21 @@
 #include "amx_sft_moe/core/config_macros.hpp"
 
 AMX_SFT_MOE_NAMESPACE_BEGIN
+
+namespace abi {
+
+// Whether `name` (v0_1) says major and minor of `version` (0.1.0).
+constexpr bool names_version(std::string_view name, std::string_view version) {
+  std::size_t at = 0;
+  for (const char c : name.substr(1)) {
+    if (at == version.size() || version[at++] != (c == '_' ? '.' : c)) return false;
+  }
+  return name.front() == 'v' && at == version.find('.', version.find('.') + 1);
+}
+static_assert(names_version(AMX_SFT_MOE_TEXT(AMX_SFT_MOE_ABI_VERSION), AMX_SFT_MOE_VERSION_STRING),
+              "AMX_SFT_MOE_ABI_VERSION: expected v<major>_<minor> of AMX_SFT_MOE_VERSION_STRING");
+
+}  // namespace abi
 
 // A wrong shape, dtype, stride, null pointer or option. Nothing was changed by the refused call.
 class ArgumentError : public std::invalid_argument {
@@ -29,9 +46,11 @@ class KernelError : public std::runtime_error {
   using std::runtime_error::runtime_error;
 };
 
+// Numbers as C++ writes them, whatever the process' locale is: the text goes into JSON too.
 template <class... Parts>
 std::string concat(const Parts&... parts) {
   std::ostringstream text;
+  text.imbue(std::locale::classic());
   (text << ... << parts);
   return text.str();
 }
@@ -60,6 +79,11 @@ void require_equal(const ArgumentName& argument, const Wanted& wanted, const Got
 template <class Low, class Got>
 void require_at_least(const ArgumentName& argument, const Low& low, const Got& got) {
   if (got < low) throw ArgumentError(concat(argument, ": expected at least ", low, ", got ", got));
+}
+
+template <class High, class Got>
+void require_at_most(const ArgumentName& argument, const High& high, const Got& got) {
+  if (got > high) throw ArgumentError(concat(argument, ": expected at most ", high, ", got ", got));
 }
 
 inline void require_pointer(const ArgumentName& argument, const void* pointer) {

@@ -9,6 +9,7 @@
 // K is never split between accumulators and memory, so a result depends neither on block sizes nor on threads.
 #pragma once
 
+#include <algorithm>
 #include <array>
 #include <span>
 

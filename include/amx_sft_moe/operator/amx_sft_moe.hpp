@@ -90,7 +90,7 @@ class AMX_SFT_MOE {
   }
 
   // Gradients of the last forward that waits on the stack. Its entry is popped when the call succeeds. grads.x may be
-  // grad_y itself, or x; gradients of parameters have memory of their own.
+  // grad_y itself, or x; gradients of parameters have memory of their own, and grads.routing_weights none of grads.x.
   void backward(const AnyConstMatrix& grad_y, const Gradients& grads) {
     const InUse own = own_use(), shared = workspace_use();
     const SavedForward<Stored>& entry = stack_.top();
@@ -119,6 +119,8 @@ class AMX_SFT_MOE {
 
   const Config& config() const { return config_; }
   const LoraWeights& lora() const { return lora_; }
+  // Of the last pass of the kind. A call that was refused leaves it as it was; it is empty() after a pass that
+  // std::bad_alloc left half way, until the next one.
   const StepRecord& last_forward() const { return forward_record_; }
   const StepRecord& last_backward() const { return backward_record_; }
   // What dumps of this operator's records say about it; the name is the configuration's own.

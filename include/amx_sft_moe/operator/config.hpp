@@ -9,6 +9,11 @@
 
 AMX_SFT_MOE_NAMESPACE_BEGIN
 
+// Beyond any machine's hardware threads. A number that is no number of threads is refused here: OpenMP's runtimes end
+// the process when they cannot start one. That the operating system allows fewer (ulimit -u, a control group's
+// pids.max) stays a matter between the two.
+inline constexpr int kMaxThreads = 4096;
+
 // E experts, k = top_k, H hidden, I intermediate.
 struct Config {
   index_t num_experts = 0;                 // E >= 1
@@ -16,9 +21,9 @@ struct Config {
   index_t hidden_size = 0;                 // H >= 1
   index_t intermediate_size = 0;           // I >= 1
   std::optional<index_t> max_tokens = {};  // refuse more tokens a call than this; unset: buffers grow
-  index_t cache_depth = 1;                 // how many forwards may wait for their backward
+  index_t cache_depth = 1;  // how many forwards may wait for their backward; memory grows with use
   Activation activation = SiluGlu{};
-  int num_threads = 0;    // 0: as many as OpenMP would use at the time of the call
+  int num_threads = 0;    // at most kMaxThreads; 0: as many as OpenMP would use at the time of the call
   std::string name = {};  // of the layer, for dumps
   // Record what each thread did, task by task; on in any case where a trace or a JSON dump writes it.
   bool record_spans = false;

@@ -1,9 +1,10 @@
 // The operator's own stack of saved activations: what C++ trainers use instead of owning buffers. Entries keep
-// their memory when they are popped, so that a steady-state step allocates nothing.
+// their memory when they are popped, so that a steady-state step allocates nothing. Those that were never needed do
+// not exist: a depth that nobody reaches costs nothing.
 #pragma once
 
+#include <deque>
 #include <limits>
-#include <vector>
 
 #include "amx_sft_moe/core/aligned_buffer.hpp"
 #include "amx_sft_moe/gemm/operand.hpp"
@@ -83,17 +84,19 @@ class SavedForward {
 template <class Stored>
 class SavedStack {
  public:
-  explicit SavedStack(index_t depth) : entries_(static_cast<std::size_t>(depth)) {}
+  explicit SavedStack(index_t depth) : depth_(depth) {}
 
   index_t size() const { return used_; }
   void clear() { used_ = 0; }
 
-  // The entry that the next push() will add. Throws StateError when the stack is full.
+  // The entry that the next push() will add. Throws StateError when the stack is full. References to entries stay
+  // valid.
   SavedForward<Stored>& next() {
-    if (used_ == static_cast<index_t>(entries_.size())) {
-      throw StateError(concat("save_for_backward: expected at most cache_depth = ", entries_.size(),
+    if (used_ == depth_) {
+      throw StateError(concat("save_for_backward: expected at most cache_depth = ", depth_,
                               " forwards waiting for their backward, got one more"));
     }
+    if (used_ == static_cast<index_t>(entries_.size())) entries_.emplace_back();
     return entries_[static_cast<std::size_t>(used_)];
   }
   void push() { ++used_; }
@@ -112,7 +115,8 @@ class SavedStack {
   }
 
  private:
-  std::vector<SavedForward<Stored>> entries_;
+  index_t depth_;
+  std::deque<SavedForward<Stored>> entries_;  // those in use, and above them those kept for reuse
   index_t used_ = 0;
 };
 

@@ -20,6 +20,7 @@ inline void config(const Config& config) {
   require_at_least("intermediate_size", 1, config.intermediate_size);
   require_at_least("cache_depth", 1, config.cache_depth);
   require_at_least("num_threads", 0, config.num_threads);
+  require_at_most("num_threads", kMaxThreads, config.num_threads);
   if (config.max_tokens) require_at_least("max_tokens", 0, *config.max_tokens);
   if (const auto* clamped = std::get_if<ClampedGlu>(&config.activation)) {
     if (!(clamped->limit > 0.0F)) {

@@ -1,7 +1,11 @@
 // Gradients of parameters have memory of their own: writing one must not change what the pass still reads, nor
 // another gradient. A parameter is easily given in place of its gradient, or one tensor for two of them; tasks of
-// several threads would write it. grads.x is the last to be written and may be memory of grad_y or x.
+// several threads would write it. grads.x and grads.routing_weights are the last to be written, at the same time, and
+// may be memory of what was read before, such as grad_y or x.
 #pragma once
+
+#include <array>
+#include <utility>
 
 #include "amx_sft_moe/core/overlap.hpp"
 #include "amx_sft_moe/moe/base_weights.hpp"
@@ -92,11 +96,24 @@ class GradientMemory {
   std::size_t count_ = 0;
 };
 
+// With rows as slices, so that gradients whose rows take turns in one buffer are told apart however wide they are.
+inline Footprint footprint_of_rows(const AnyMatrix& m) {
+  Footprint memory = footprint(m);
+  std::swap(memory.dims[0], memory.dims[1]);
+  return memory;
+}
+
+inline void input_gradients_apart(const Gradients& grads) {
+  if (!memory_overlaps(footprint_of_rows(grads.x), footprint_of_rows(grads.routing_weights))) return;
+  throw ArgumentError("grads.routing_weights: expected memory of its own, got memory that grads.x has too");
+}
+
 // Everything that a backward reads from its caller or writes for it, but for expert ids.
 template <class Weight, class Stored>
 void gradients_apart(const Gradients& grads, const Config& config, const BaseWeights<Weight>& weights,
                      const LoraWeights& lora, const Routing& routing, const AnyConstMatrix& x,
                      const SavedActivations<Stored>& saved, const AnyConstMatrix& grad_y) {
+  input_gradients_apart(grads);
   const GradientMemory memory(grads);
   if (memory.empty()) return;
   memory.expect_apart_from("weights.gate", weights.gate, config.num_experts);

@@ -10,6 +10,7 @@
 #pragma once
 
 #include <chrono>
+#include <exception>
 
 #include "amx_sft_moe/profile/nvtx.hpp"
 #include "amx_sft_moe/profile/step_observer.hpp"
@@ -37,15 +38,17 @@ template <class Clock>
 class BasicStepTimer {
  public:
   // Starts the record over. The routing's work was done since begin_ns, before the step was accepted; it
-  // belongs to `phase`. The observer may be null.
+  // belongs to `phase`. The observer may be null. A step that an exception leaves has no record: an empty one is
+  // left, and the step is not counted. The one before it was overwritten.
   BasicStepTimer(StepRecord& record, index_t tokens, index_t routed_rows, std::int64_t begin_ns, Phase phase,
                  StepObserver* observer = nullptr)
       : record_(record), observer_(observer), last_end_(Clock::now_ns()) {
-    record_.restart();
+    record_.clear();
+    RegionRecord& serial = record_.add_region(info_of(phase).group, 1, 1);
+    ++record_.index;
     record_.tokens = tokens;
     record_.routed_rows = routed_rows;
     record_.begin_ns = begin_ns;
-    RegionRecord& serial = record_.add_region(info_of(phase).group, 1, 1);
     serial.parallel = false;
     serial.begin_ns = begin_ns;
     serial.end_ns = last_end_;
@@ -61,14 +64,21 @@ class BasicStepTimer {
   ~BasicStepTimer() {
     end_region();
     record_.end_ns = Clock::now_ns();
+    if (std::uncaught_exceptions() == exceptions_) return;
+    record_.clear();
+    --record_.index;
   }
 
   void start_region(PhaseGroup group, int threads, index_t tasks = 0) {
     end_region();
+    // Without memory for the record there is no region, and nobody is told that one begins: nobody would be told
+    // that it ends.
+    RegionRecord& region =
+        record_.add_region(group, static_cast<std::size_t>(threads), static_cast<std::size_t>(tasks));
+    region.begin_ns = last_end_;
     range_.open(group);
+    region_ = &region;
     if (observer_ != nullptr) observer_->group_begins(group);
-    region_ = &record_.add_region(group, static_cast<std::size_t>(threads), static_cast<std::size_t>(tasks));
-    region_->begin_ns = last_end_;
   }
   void end_region() {
     if (region_ == nullptr) return;
@@ -84,6 +94,7 @@ class BasicStepTimer {
   StepRecord& record_;
   StepObserver* observer_;
   std::int64_t last_end_;
+  const int exceptions_ = std::uncaught_exceptions();
   RegionRecord* region_ = nullptr;
   nvtx::Range range_;
 };
@@ -161,7 +172,8 @@ template <class Clock>
 class BasicStepTimer {
  public:
   BasicStepTimer(StepRecord& record, index_t, index_t, std::int64_t, Phase, StepObserver* = nullptr) {
-    record.restart();
+    record.clear();
+    ++record.index;
   }
   void start_region(PhaseGroup, int, index_t = 0) {}
   void end_region() {}
@@ -180,6 +192,14 @@ class BasicThreadTimer {
 using StepTimer = BasicStepTimer<SteadyClock>;
 using ThreadTimer = BasicThreadTimer<SteadyClock>;
 
+// Their names have no prefix: macros of these names that a user has are put aside, until core/undef_macros.hpp.
+#define AMX_SFT_MOE_USERS_TIMER_MACROS_ASIDE
+#pragma push_macro("BACKWARD_TIMER_START")
+#pragma push_macro("BACKWARD_TIMER_CHECKPOINT")
+#pragma push_macro("BACKWARD_TIMER_END")
+#undef BACKWARD_TIMER_START
+#undef BACKWARD_TIMER_CHECKPOINT
+#undef BACKWARD_TIMER_END
 #define BACKWARD_TIMER_START(timer, group, ...) (timer).start_region((group), __VA_ARGS__)
 #define BACKWARD_TIMER_CHECKPOINT(thread_timer, phase) (thread_timer).checkpoint(phase)
 #define BACKWARD_TIMER_END(timer) (timer).end_region()

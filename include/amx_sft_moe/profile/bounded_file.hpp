@@ -11,13 +11,16 @@
 #include <string_view>
 #include <utility>
 
-#include "amx_sft_moe/core/config_macros.hpp"
+#include "amx_sft_moe/profile/pipe_writer.hpp"
 
 AMX_SFT_MOE_NAMESPACE_BEGIN
 
 // Opened anew for each record, so that nothing has to be closed or shared, and a process that is killed leaves
 // every record that it finished. The file itself says how full it is: the record that would not fit is replaced
 // by spaces and the end mark up to the limit, and whoever finds the file that large writes no more.
+//
+// The name may be a pipe's or a terminal's too (profile/pipe_writer.hpp): a step never waits for their reader to come,
+// and not for long for one that does not read.
 class BoundedFile {
  public:
   BoundedFile() = default;
@@ -28,7 +31,8 @@ class BoundedFile {
   bool named() const { return !path_.empty(); }
   const std::string& path() const { return path_; }
 
-  // Whether it can be opened; with `regular`, also whether it is a file and not a terminal or a pipe.
+  // Whether it can be opened, which a named pipe without a reader cannot; with `regular`, also whether it is a file and
+  // not a terminal or a pipe.
   bool usable(bool regular) const {
     const int file = open_file();
     if (file < 0) return false;
@@ -38,16 +42,18 @@ class BoundedFile {
     return is_file || !regular;
   }
 
-  // One write() under the file's lock. A record that cannot be written whole is not written at all.
-  void append(std::string_view record) const {
+  // One write() under the file's lock. A record that cannot be written whole is not written at all, but for the
+  // beginning of one that a pipe's reader does not take.
+  void append(std::string_view record) {
     const int file = open_file();
     if (file < 0) return;
     const Open open{file};
     ::flock(file, LOCK_EX);  // where there are no locks, appending is atomic enough
     struct stat status {};
     if (::fstat(file, &status) != 0) return;
-    if (S_ISREG(status.st_mode)) return append_to(file, status.st_size, record);
-    [[maybe_unused]] const ssize_t written = ::write(file, record.data(), record.size());
+    if (!S_ISREG(status.st_mode)) return pipe_.write(file, record);
+    ::fcntl(file, F_SETFL, O_APPEND);  // a disk is waited for
+    append_to(file, status.st_size, record);
   }
 
  private:
@@ -56,7 +62,10 @@ class BoundedFile {
     ~Open() { ::close(file); }  // and unlocks
   };
 
-  int open_file() const { return ::open(path_.c_str(), O_WRONLY | O_CREAT | O_APPEND | O_CLOEXEC, 0644); }
+  // O_NONBLOCK: to open a pipe that nobody reads fails, instead of waiting until somebody does.
+  int open_file() const {
+    return ::open(path_.c_str(), O_WRONLY | O_CREAT | O_APPEND | O_CLOEXEC | O_NONBLOCK, 0644);
+  }
 
   void append_to(int file, std::int64_t size, std::string_view record) const {
     if (size >= limit_) return;
@@ -81,6 +90,7 @@ class BoundedFile {
   std::string path_;
   std::int64_t limit_ = 0;
   std::string head_, end_;
+  PipeWriter pipe_;
 };
 
 AMX_SFT_MOE_NAMESPACE_END

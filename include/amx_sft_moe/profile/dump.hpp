@@ -2,10 +2,10 @@
 #pragma once
 
 #include <array>
-#include <cstdio>
 #include <string>
 #include <string_view>
 
+#include "amx_sft_moe/profile/json_text.hpp"
 #include "amx_sft_moe/profile/step_record.hpp"
 
 AMX_SFT_MOE_NAMESPACE_BEGIN
@@ -27,9 +27,9 @@ struct StepLabel {
 namespace dump {
 
 inline std::string milliseconds(double ms) {
-  std::array<char, 32> text{};
-  std::snprintf(text.data(), text.size(), "%.3f", ms);
-  return text.data();
+  std::string text;
+  json::append_number(text, ms);
+  return text;
 }
 
 inline bool belongs_to(PhaseGroup group, StepKind kind) {

@@ -80,6 +80,7 @@ class StepRecord {
     return static_cast<std::size_t>(
         std::count_if(regions().begin(), regions().end(), [](const RegionRecord& r) { return r.parallel; }));
   }
+  // No pass has ended yet, or the last one that began was left by an exception.
   bool empty() const { return begin_ns == 0; }
   double total_ms() const { return static_cast<double>(end_ns - begin_ns) * 1e-6; }
 
@@ -102,18 +103,20 @@ class StepRecord {
   double phase_ms(Phase phase) const { return times().phase_ms(phase); }
   double group_ms(PhaseGroup group) const { return times().group_ms(group); }
 
-  // For the recorder: starts over, keeping the memory of earlier steps.
-  void restart() {
+  // For the recorder: of no pass, but for the count of those before. Keeps the memory of earlier steps.
+  void clear() {
     used_ = 0;
     begin_ns = end_ns = 0;
     tokens = routed_rows = 0;
-    ++index;
+    threads = 0;
+    work = {};
   }
   // With room for as many spans as `tasks` tasks make when they are shared out evenly, and as many again: the
-  // size depends on the work alone, so that the same step allocates nothing the next time.
+  // size depends on the work alone, so that the same step allocates nothing the next time. Without memory for it
+  // there is no such region.
   RegionRecord& add_region(PhaseGroup group, std::size_t team, std::size_t tasks) {
     if (used_ == regions_.size()) regions_.emplace_back();
-    RegionRecord& region = regions_[used_++];
+    RegionRecord& region = regions_[used_];
     region.group = group;
     region.parallel = true;
     region.threads.assign(std::max(team, region.threads.size()), ThreadRecord{});
@@ -123,6 +126,7 @@ class StepRecord {
       region.span_slots.resize(
           std::max(region.span_slots.size(), region.threads.size() * region.spans_per_thread));
     }
+    ++used_;
     return region;
   }
 

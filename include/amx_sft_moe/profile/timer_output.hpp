@@ -1,15 +1,16 @@
 // Dumps that a user asks for by environment, read when an operator is made:
 //
 //   AMX_SFT_MOE_TIMER=text|json     dump each step of each operator
-//   AMX_SFT_MOE_TIMER_FILE=path     append there instead of writing to standard error
+//   AMX_SFT_MOE_TIMER_FILE=path     append there instead of writing to standard error; a named pipe needs its reader
 //   AMX_SFT_MOE_TRACE=path          append each step as Chrome trace events (profile/trace_dump.hpp)
 //   AMX_SFT_MOE_TRACE_LIMIT=MB      no file grows beyond this; default 256. An end mark says that it is full
 #pragma once
 
-#include <cmath>
+#include <charconv>
 #include <cstdlib>
 #include <exception>
 #include <string>
+#include <string_view>
 
 #include "amx_sft_moe/core/errors.hpp"
 #include "amx_sft_moe/profile/bounded_file.hpp"
@@ -94,14 +95,15 @@ class TimerOutput {
     constexpr double kMostMegabytes = 1e9;
     const char* text = variable("AMX_SFT_MOE_TRACE_LIMIT");
     if (text == nullptr) return static_cast<std::int64_t>(256 * kMega);
-    char* end = nullptr;
-    const double megabytes = std::strtod(text, &end);
-    if (*end != '\0' || !(megabytes > 0) || megabytes > kMostMegabytes)
+    const std::string_view wanted(text);
+    double megabytes = 0;
+    const auto read = std::from_chars(wanted.data(), wanted.data() + wanted.size(), megabytes);
+    if (read.ptr != wanted.data() + wanted.size() || !(megabytes > 0) || megabytes > kMostMegabytes)
       throw ArgumentError(concat("AMX_SFT_MOE_TRACE_LIMIT: expected a number of MB above 0, got ", text));
     return static_cast<std::int64_t>(megabytes * kMega);
   }
 
-  void write_dump() const {
+  void write_dump() {
     if (dumps_.named()) return dumps_.append(buffer_);
     [[maybe_unused]] const ssize_t written = ::write(STDERR_FILENO, buffer_.data(), buffer_.size());
   }

@@ -1,0 +1,91 @@
+// Records written to somebody who may not read them: a pipe or a terminal, opened with O_NONBLOCK.
+#pragma once
+
+#include <poll.h>
+#include <signal.h>
+#include <unistd.h>
+
+#include <cerrno>
+#include <chrono>
+#include <cstddef>
+#include <ctime>
+#include <string_view>
+
+#include "amx_sft_moe/core/config_macros.hpp"
+
+AMX_SFT_MOE_NAMESPACE_BEGIN
+
+// While it lives, a write() of this thread to a pipe without a reader is an error and not the end of the process.
+class SigpipeHeldBack {
+ public:
+  SigpipeHeldBack() {
+    sigemptyset(&pipe_);
+    sigaddset(&pipe_, SIGPIPE);
+    pthread_sigmask(SIG_BLOCK, &pipe_, &before_);
+    sigset_t pending;
+    sigpending(&pending);
+    was_pending_ = sigismember(&pending, SIGPIPE) == 1;
+  }
+  SigpipeHeldBack(const SigpipeHeldBack&) = delete;
+  SigpipeHeldBack& operator=(const SigpipeHeldBack&) = delete;
+  ~SigpipeHeldBack() { pthread_sigmask(SIG_SETMASK, &before_, nullptr); }
+
+  // After EPIPE: the signal that came with it, which would arrive as soon as it is let through. One that somebody else
+  // had sent before is left.
+  void forget() const {
+    const timespec at_once{};
+    while (!was_pending_ && sigtimedwait(&pipe_, nullptr, &at_once) < 0 && errno == EINTR) {
+    }
+  }
+
+ private:
+  sigset_t pipe_, before_;
+  bool was_pending_ = false;
+};
+
+// A record is lost where the reader has left, and the rest of it where he takes nothing for kPatience: training goes on
+// without its dumps. After that no record is waited for until there is room again, so that a reader who has stopped
+// costs the time once; one who is slow holds the step up.
+class PipeWriter {
+ public:
+  static constexpr std::chrono::milliseconds kPatience{250};
+
+  void write(int file, std::string_view record) {
+    const SigpipeHeldBack held_back;
+    auto deadline = Clock::now() + kPatience;
+    while (!record.empty()) {
+      const ssize_t written = ::write(file, record.data(), record.size());
+      if (written > 0) {
+        record.remove_prefix(static_cast<std::size_t>(written));
+        deadline = Clock::now() + kPatience;
+        reader_stopped_ = false;
+        continue;
+      }
+      const int error = written < 0 ? errno : EIO;
+      if (error == EINTR) continue;
+      if (error == EPIPE) held_back.forget();
+      if (error != EAGAIN) return;
+      reader_stopped_ = reader_stopped_ || !has_room(file, deadline);
+      if (reader_stopped_) return;
+    }
+  }
+
+ private:
+  using Clock = std::chrono::steady_clock;
+
+  // Waits for it; for an error too, which the next write() tells.
+  static bool has_room(int file, Clock::time_point deadline) {
+    for (;;) {
+      const auto left = std::chrono::ceil<std::chrono::milliseconds>(deadline - Clock::now()).count();
+      if (left <= 0) return false;
+      pollfd waiting{file, POLLOUT, 0};
+      const int ready = ::poll(&waiting, 1, static_cast<int>(left));
+      if (ready > 0) return true;
+      if (ready < 0 && errno != EINTR) return false;
+    }
+  }
+
+  bool reader_stopped_ = false;
+};
+
+AMX_SFT_MOE_NAMESPACE_END

@@ -1,0 +1,91 @@
+// Checks of the contract that need no operator: sizes of a configuration, and gradients that share memory.
+#include <gtest/gtest.h>
+
+#include <limits>
+#include <string>
+#include <vector>
+
+#include "amx_sft_moe/operator/validate.hpp"
+#include "amx_sft_moe/operator/validate_apart.hpp"
+#include "refusal.hpp"
+
+namespace sft_test {
+namespace {
+
+using amx_sft_moe::AnyMatrix;
+using amx_sft_moe::ArgumentError;
+using amx_sft_moe::bf16;
+using amx_sft_moe::index_t;
+
+amx_sft_moe::Config tiny_config() {
+  amx_sft_moe::Config config;
+  config.num_experts = config.top_k = config.hidden_size = config.intermediate_size = 1;
+  return config;
+}
+
+TEST(Validate, ThreadsThatNoMachineHas) {
+  amx_sft_moe::Config config = tiny_config();
+  for (const int good : {0, 1, 4096}) {
+    config.num_threads = good;
+    EXPECT_NO_THROW(amx_sft_moe::validate::config(config));
+  }
+  for (const int wrong : {4097, std::numeric_limits<int>::max()}) {
+    config.num_threads = wrong;
+    expect_refused<ArgumentError>([&] { amx_sft_moe::validate::config(config); },
+                                  {"num_threads", "expected at most 4096", "got " + std::to_string(wrong)});
+  }
+}
+
+TEST(Validate, AnyDepthIsOne) {
+  amx_sft_moe::Config config = tiny_config();
+  config.cache_depth = std::numeric_limits<index_t>::max();
+  EXPECT_NO_THROW(amx_sft_moe::validate::config(config));
+}
+
+constexpr index_t kTokens = 6, kHidden = 40, kTopK = 4;
+
+void check(const AnyMatrix& x, const AnyMatrix& routing_weights) {
+  amx_sft_moe::Gradients grads;
+  grads.x = x;
+  grads.routing_weights = routing_weights;
+  amx_sft_moe::validate::gradients_apart<float, float>(grads, tiny_config(), {}, {}, {}, {}, {}, {});
+}
+
+void expect_shared(const AnyMatrix& x, const AnyMatrix& routing_weights) {
+  expect_refused<ArgumentError>([&] { check(x, routing_weights); },
+                                {"grads.routing_weights", "memory of its own", "grads.x has too"});
+}
+
+TEST(Validate, InputGradientsInOneBuffer) {
+  std::vector<float> buffer(kTokens * (kHidden + kTopK));
+  float* data = buffer.data();
+  const AnyMatrix x(data, kTokens, kHidden, kHidden);
+  expect_shared(x, {data, kTokens, kTopK, kTopK});
+  expect_shared(x, {data + kTokens * kHidden - 1, kTokens, kTopK, kTopK});
+  expect_shared(x, {data + 1, kTokens, kTopK, kHidden});
+  expect_shared({data + kTopK, kTokens, kHidden, kHidden}, {data, kTokens, kTopK, 1, kTokens});
+  EXPECT_NO_THROW(check(x, {data + kTokens * kHidden, kTokens, kTopK, kTopK})) << "one behind the other";
+  EXPECT_NO_THROW(check(x, {}));
+  EXPECT_NO_THROW(check({}, {data, kTokens, kTopK, kTopK}));
+  EXPECT_NO_THROW(check({data, 0, kHidden, kHidden}, {data, 0, kTopK, kTopK})) << "no tokens, no memory";
+}
+
+TEST(Validate, InputGradientsWhoseRowsTakeTurns) {
+  std::vector<float> buffer(kTokens * (kHidden + kTopK));
+  constexpr index_t kStride = kHidden + kTopK;
+  float* data = buffer.data();
+  EXPECT_NO_THROW(check({data, kTokens, kHidden, kStride}, {data + kHidden, kTokens, kTopK, kStride}));
+  EXPECT_NO_THROW(check({data + kTopK, kTokens, kHidden, kStride}, {data, kTokens, kTopK, kStride}));
+  expect_shared({data, kTokens, kHidden, kStride}, {data + kHidden - 1, kTokens, kTopK, kStride});
+}
+
+TEST(Validate, InputGradientsOfUnlikeTypes) {
+  std::vector<float> buffer(kTokens * kHidden);
+  auto* halves = reinterpret_cast<bf16*>(buffer.data());
+  const AnyMatrix x(halves, kTokens, kHidden, kHidden);
+  expect_shared(x, {buffer.data() + kTokens * kHidden / 2 - 1, kTokens, kTopK, kTopK});
+  EXPECT_NO_THROW(check(x, {buffer.data() + kTokens * kHidden / 2, kTokens, kTopK, kTopK}));
+}
+
+}  // namespace
+}  // namespace sft_test
