@@ -35,6 +35,7 @@ std::vector<BadConfig> bad_configs() {
   return {
       {{"num_experts", "1", "0"}, [](Config& c) { c.num_experts = 0; }},
       {{"num_experts", "1", "-3"}, [](Config& c) { c.num_experts = -3; }},
+      {{"num_experts", "2147483647", "2147483648"}, [](Config& c) { c.num_experts = index_t{1} << 31; }},
       {{"top_k", "1", "0"}, [](Config& c) { c.top_k = 0; }},
       {{"top_k", "1", "-1"}, [](Config& c) { c.top_k = -1; }},
       {{"hidden_size", "1", "0"}, [](Config& c) { c.hidden_size = 0; }},

@@ -16,7 +16,7 @@ inline constexpr int kMaxThreads = 4096;
 
 // E experts, k = top_k, H hidden, I intermediate.
 struct Config {
-  index_t num_experts = 0;                 // E >= 1
+  index_t num_experts = 0;                 // 1 <= E < 2^31
   index_t top_k = 0;                       // 1 <= k; k > E is legal where ids repeat or are skipped
   index_t hidden_size = 0;                 // H >= 1
   index_t intermediate_size = 0;           // I >= 1

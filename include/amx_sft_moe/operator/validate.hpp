@@ -15,6 +15,7 @@ namespace validate {
 
 inline void config(const Config& config) {
   require_at_least("num_experts", 1, config.num_experts);
+  require_at_most("num_experts", std::numeric_limits<std::int32_t>::max(), config.num_experts);
   require_at_least("top_k", 1, config.top_k);
   require_at_least("hidden_size", 1, config.hidden_size);
   require_at_least("intermediate_size", 1, config.intermediate_size);
