@@ -67,7 +67,8 @@ class AMX_SFT_MOE {
   }
 
   // y [T, H] = the experts' output; y may be x itself. With save_for_backward, what backward needs is pushed on the
-  // operator's stack.
+  // operator's stack; x as Stored, so that from fp32 x a bf16 kernel's stack gives gradients rounded once more than the
+  // caller's buffers below.
   void forward_sft(const Routing& routing, const AnyConstMatrix& x, const AnyMatrix& y,
                    bool save_for_backward = true) {
     const InUse own = own_use(), shared = workspace_use();
