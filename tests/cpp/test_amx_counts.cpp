@@ -115,6 +115,7 @@ class AmxCounts : public testing::TestWithParam<index_t> {
   void SetUp() override {
     if (!amx_is_emulated())
       GTEST_SKIP() << "this CPU executes AMX itself: nothing is trapped, nothing can be counted";
+    if (!Kernel::available()) GTEST_SKIP() << Kernel::refusal();  // AVX512 is not emulated
   }
   // What holds for every GEMM of M x N with `k_steps` steps along K.
   static void expect_economy(const amx_emulator::Counts& counts, index_t m, index_t n, std::uint64_t k_steps) {
@@ -252,6 +253,7 @@ TEST_P(AmxCounts, ConfigurationsDoNotDependOnK) {
 // u = s x A^T of gate and up is one product where they have one A, and the same bits as two.
 TEST(AmxCountsOfAStep, SharedAIsProjectedOnce) {
   if (!amx_is_emulated()) GTEST_SKIP() << "this CPU executes AMX itself";
+  if (!Kernel::available()) GTEST_SKIP() << Kernel::refusal();
   constexpr Case kCase{"shared", 20, 2, 3, 70, 48, {18, 18, 4}, kDistinct, true};
   const Problem problem = random_problem(kCase, kPlain, DType::kBf16);
   Moe<Kernel> moe = make_moe<Kernel>(problem);
