@@ -14,6 +14,8 @@ from pathlib import Path
 
 import pytest
 
+import amx_sft_moe
+
 ROOT = Path(__file__).resolve().parents[2]
 LIBRARY = os.environ.get("AMX_EMULATOR_LIBRARY", "")
 
@@ -31,6 +33,7 @@ def preloadable(library: str, folder: Path) -> str:
     not LIBRARY, reason="AMX_EMULATOR_LIBRARY does not name the emulator's library (make test does)"
 )
 @pytest.mark.skipif("AMX_EMULATOR" in os.environ, reason="this is the emulated run")
+@pytest.mark.skipif(not amx_sft_moe.info()["instruction_sets"]["avx512"], reason="AVX512 is not emulated")
 def test_on_emulated_amx(tmp_path: Path) -> None:
     assert Path(LIBRARY).is_file(), f"AMX_EMULATOR_LIBRARY: expected a file, got {LIBRARY}"
     environment = os.environ | {

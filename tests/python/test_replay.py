@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 
+import amx_sft_moe
+
 BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
 sys.path.insert(0, str(BENCHMARKS))
 
@@ -124,6 +126,9 @@ def test_tile_cycles() -> None:
 
 
 @pytest.mark.skipif(not tasklist.PROGRAM.exists(), reason="bench_tasks is not built")
+@pytest.mark.skipif(
+    not amx_sft_moe.info()["instruction_sets"]["avx512"], reason="its row operations need AVX512"
+)
 @pytest.mark.parametrize("spread", replay.SPREADS)
 def test_lists_hold_every_row_and_column(spread: str) -> None:
     tasks = tasklist.list_tasks(tasklist.PROGRAM, "small", 24, spread, replay.COUNTED_KERNEL, 1)
