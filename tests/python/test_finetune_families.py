@@ -41,17 +41,26 @@ def checkpoint(folder: Path, family: str, dtype: torch.dtype = torch.bfloat16) -
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_a_run(family, tmp_path, capsys):
+def test_a_run(family, tmp_path, capsys, monkeypatch):
     folder = checkpoint(tmp_path / "checkpoint", family)
     if family == "deepseek_v3":
         edit_config(folder, model_type="kimi_k2")  # as Kimi K2 calls it
     layers, attention = FAMILIES[family]
     # Two of them also compare: grouped_mm has no use for mapped experts, so a second model is loaded. One of
     # these has dtypes of its own for experts and the rest, as on CPUs without AVX512.
-    apart = family == "olmoe"
+    apart = family == "qwen2_moe"
     dense = "float32" if apart else "bfloat16"
-    compared = 2 if family in ("mixtral", "olmoe") else 0
+    compared = 2 if family in ("mixtral", "qwen2_moe") else 0
+    loaded = []
+    for name in ("load_model", "load_stacked"):
+        original = getattr(model, name)
+        monkeypatch.setattr(
+            model, name, lambda *a, original=original: loaded.append(original(*a)) or loaded[-1]
+        )
     results = job.run(replace(options(tmp_path, folder), compare_steps=compared, dense_dtype=dense))
+    assert [each.get_input_embeddings().weight.dtype for each in loaded] == [getattr(torch, dense)] * (
+        2 if compared else 1
+    )
     assert (results.model.experts, results.model.hidden, results.model.intermediate) == (E, H, I)
     assert results.model.top_k == K
     rank = 2

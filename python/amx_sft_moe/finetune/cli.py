@@ -36,8 +36,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Exit status: 0 done; 1 the user can mend it, or all is written but stock PEFT could not read the adapter
     (standard error says what); 2 wrong options; 130 Ctrl-C."""
     _prepare_environment()
-    options = parse(list(sys.argv[1:] if argv is None else argv))
     try:
+        options = parse(list(sys.argv[1:] if argv is None else argv))  # imports torch where options are right
         from . import job  # imports torch and transformers
 
         _quiet_libraries()

@@ -52,9 +52,7 @@ class Options:
     seed: int = 0
     compare_steps: int = 8
     dtype: str = "bfloat16"  # of the frozen experts in the LoRA stage
-    dense_dtype: str = (
-        "bfloat16"  # of the rest of the frozen base, and of all of it where torch runs the experts
-    )
+    dense_dtype: str = "bfloat16"  # of the rest of it, and of torch's own experts in the comparison
     quick: bool = False
     texts: int | None = None  # most documents and most examples taken; None takes all
     shape: ModelShape = field(default_factory=ModelShape)
