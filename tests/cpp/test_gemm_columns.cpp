@@ -61,7 +61,7 @@ class GemmColumns : public testing::Test {
     }
   }
 
-  static constexpr index_t kMostRows = 33, kMostK = 40, kMostCols = 6200;
+  static constexpr index_t kMostRows = 270, kMostK = 530, kMostCols = 6200;
   AlignedBuffer<W> a_, b_;
   gemm::Scratch scratch_;
 };
@@ -77,6 +77,10 @@ std::vector<Extents> all_extents() {
     for (const index_t k : {1, 2, 3, 4, 5, 7, 8, 9, 16, 17, 19, 40}) {
       for (const index_t cols : {1, 15, 33, 97}) all.push_back({rows, k, cols});
     }
+  }
+  // Strips of few rows and of many, one or more deep, and a rest.
+  for (const index_t rows : {1, 13, 49}) {
+    for (const index_t k : {129, 257, 530}) all.push_back({rows, k, 97});
   }
   // Wider than what of C stays in L1: by a few columns for one row, many times for eight.
   for (const index_t rows : {1, 8, 9}) all.push_back({rows, 35, 6200});

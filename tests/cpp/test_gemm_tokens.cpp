@@ -14,7 +14,7 @@ namespace {
 
 using namespace amx_sft_moe;  // NOLINT(google-build-using-namespace)
 
-constexpr index_t kOut = 100, kIn = 77;
+constexpr index_t kOut = 100;
 
 template <class Kernel>
 class GemmTokens : public testing::Test {
@@ -22,26 +22,26 @@ class GemmTokens : public testing::Test {
   using E = typename Kernel::Compute;
   using W = typename Kernel::Weight;
 
-  GemmTokens() : weights_(kOut * kIn), x_(kMostTokens * kIn) {
+  GemmTokens() : weights_(kOut * kMostIn), x_(kMostTokens * kMostIn) {
     if (!Kernel::available()) return;
-    for (index_t i = 0; i < kOut * kIn; ++i)
+    for (index_t i = 0; i < kOut * kMostIn; ++i)
       weights_[i] = from_float<W>(static_cast<float>(i * 37 % 101 - 50) / 64);
-    for (index_t i = 0; i < kMostTokens * kIn; ++i) x_[i] = static_cast<float>(i * 53 % 89 - 44) / 16;
+    for (index_t i = 0; i < kMostTokens * kMostIn; ++i) x_[i] = static_cast<float>(i * 53 % 89 - 44) / 16;
   }
   void SetUp() override {
     if (!Kernel::available()) GTEST_SKIP() << Kernel::refusal();
   }
 
-  // Rows [first, first + tokens) of x W^T, of an expert with all_tokens.
-  std::vector<float> product(index_t first, index_t tokens, index_t all_tokens) {
-    const index_t stride = gemm::token_stride<Kernel>(kIn) * arch::kPanelCols;
+  // Rows [first, first + tokens) of x W^T, of an expert with all_tokens; K = in.
+  std::vector<float> product(index_t in, index_t first, index_t tokens, index_t all_tokens) {
+    const index_t stride = gemm::token_stride<Kernel>(in) * arch::kPanelCols;
     AlignedBuffer<E> packed(ceil_div(tokens, arch::kPanelCols) * stride);
     // What lies behind a token's K must not be used, not even times zero.
     std::fill_n(packed.data(), packed.capacity(), from_float<E>(std::nanf("")));
-    const MatrixView<const float> x{x_.data() + first * kIn, tokens, kIn, kIn};
-    gemm::pack_operand<Kernel>(x, tokens, kIn, {packed.data(), stride});
-    const MatrixView<const W> weights{weights_.data(), kOut, kIn, kIn};
-    const std::array<gemm::Term<E>, 1> terms{{{gemm::AnyRows(weights), kIn, {packed.data(), stride}}}};
+    const MatrixView<const float> x{x_.data() + first * kMostIn, tokens, in, kMostIn};
+    gemm::pack_operand<Kernel>(x, tokens, in, {packed.data(), stride});
+    const MatrixView<const W> weights{weights_.data(), kOut, in, kMostIn};
+    const std::array<gemm::Term<E>, 1> terms{{{gemm::AnyRows(weights), in, {packed.data(), stride}}}};
     const std::array<std::span<const gemm::Term<E>>, 1> outputs{{terms}};
     std::vector<float> y(static_cast<std::size_t>(tokens * kOut), std::nanf(""));
     gemm::ThreadContext<Kernel> thread(scratch_);
@@ -54,13 +54,17 @@ class GemmTokens : public testing::Test {
   }
 
   // Multiples of 1/64 and 1/16 of few bits: bf16 holds them, and fp32 every sum of their products.
-  float reference(index_t token, index_t out) const {
+  float reference(index_t in, index_t token, index_t out) const {
     double sum = 0;
-    for (index_t k = 0; k < kIn; ++k) sum += double{x_[token * kIn + k]} * to_float(weights_[out * kIn + k]);
+    for (index_t k = 0; k < in; ++k) {
+      sum += double{x_[token * kMostIn + k]} * to_float(weights_[out * kMostIn + k]);
+    }
     return static_cast<float>(sum);
   }
 
-  static constexpr index_t kMostTokens = 70;
+  // One strip that is not full; more than one of whatever depth, and a rest.
+  static constexpr index_t kIns[] = {77, 531};
+  static constexpr index_t kMostTokens = 70, kMostIn = 531;
   AlignedBuffer<W> weights_;
   AlignedBuffer<float> x_;
   gemm::Scratch scratch_;
@@ -72,21 +76,25 @@ using Kernels =
 TYPED_TEST_SUITE(GemmTokens, Kernels);
 
 TYPED_TEST(GemmTokens, ATaskOfFewTokensHasTheBitsOfAll) {
-  const std::vector<float> all = this->product(0, 70, 70);
-  for (const auto& [first, tokens] : {std::pair<index_t, index_t>{64, 6}, {0, 1}, {32, 8}, {48, 22}}) {
-    const std::vector<float> some = this->product(first, tokens, 70);
-    EXPECT_EQ(0, std::memcmp(some.data(), all.data() + first * kOut, some.size() * sizeof(float)))
-        << tokens << " tokens from " << first;
+  for (const index_t in : this->kIns) {
+    const std::vector<float> all = this->product(in, 0, 70, 70);
+    for (const auto& [first, tokens] : {std::pair<index_t, index_t>{64, 6}, {0, 1}, {32, 8}, {48, 22}}) {
+      const std::vector<float> some = this->product(in, first, tokens, 70);
+      EXPECT_EQ(0, std::memcmp(some.data(), all.data() + first * kOut, some.size() * sizeof(float)))
+          << tokens << " tokens from " << first << ", K = " << in;
+    }
   }
 }
 
 TYPED_TEST(GemmTokens, EveryNumberOfTokensIsExact) {
-  for (index_t tokens = 1; tokens <= 70; tokens += tokens < 20 ? 1 : 7) {
-    const std::vector<float> y = this->product(0, tokens, tokens);
-    for (index_t t = 0; t < tokens; ++t) {
-      for (index_t o = 0; o < kOut; ++o) {
-        ASSERT_EQ(this->reference(t, o), y[static_cast<std::size_t>(t * kOut + o)])
-            << tokens << " tokens, token " << t << ", output " << o;
+  for (const index_t in : this->kIns) {
+    for (index_t tokens = 1; tokens <= 70; tokens += tokens < 20 ? 1 : 7) {
+      const std::vector<float> y = this->product(in, 0, tokens, tokens);
+      for (index_t t = 0; t < tokens; ++t) {
+        for (index_t o = 0; o < kOut; ++o) {
+          ASSERT_EQ(this->reference(in, t, o), y[static_cast<std::size_t>(t * kOut + o)])
+              << tokens << " tokens, token " << t << ", output " << o << ", K = " << in;
+        }
       }
     }
   }

@@ -1,7 +1,7 @@
-// Products with strips: a strip is 64 columns of B, a few steps of K deep, small enough for L1, packed where B is
-// read and used at once by all rows of A:
+// Products with strips: a strip is 64 columns of B, some steps of K deep, packed where B is read and used at once by all
+// rows of A. It is made of pieces as wide as a register tile, each small enough for L1:
 //
-//     strip, float: [K][64 columns]          strip, bf16: [K / 2][64 columns][2]
+//     strip, float: [64 / kCols][K][kCols]          strip, bf16: [64 / kCols][K / 2][kCols][2]
 //
 // What microkernels over strips share: how rows are cut into register tiles, and how the memory that is read
 // next is asked for meanwhile.
@@ -31,18 +31,18 @@ struct BytesAhead {
   index_t row_bytes = 0;
 };
 
-// Asks for that memory evenly over the steps of a product. A burst would fill the line fill buffers, and the
+// Asks for that memory evenly over the turns of a product, each of some steps along K. A burst would fill the line fill buffers, and the
 // product's own loads would wait for one.
 class PacedPrefetch {
  public:
-  PacedPrefetch(const BytesAhead& ahead, index_t steps) : ahead_(ahead), left_(kNever) {
+  PacedPrefetch(const BytesAhead& ahead, index_t turns) : ahead_(ahead), left_(kNever) {
     if (ahead.rows == 0) return;
-    burst_ = ceil_div(ahead.rows, steps);
-    every_ = burst_ > 1 ? 1 : ceil_div(steps, ahead.rows);
+    burst_ = ceil_div(ahead.rows, turns);
+    every_ = burst_ > 1 ? 1 : ceil_div(turns, ahead.rows);
     left_ = every_;
   }
 
-  AMX_SFT_MOE_INLINE void step() {
+  AMX_SFT_MOE_INLINE void turn() {
     if (--left_ > 0) return;
     for (index_t row = 0; row < burst_; ++row) {
       if (ahead_.next != 0) ask<3>(ahead_.next);
@@ -75,12 +75,16 @@ class PacedPrefetch {
 //   template <int R, int P>
 //   static void tile(const E* a, index_t a_stride, const E* strip, index_t steps, const SumRows& c,
 //                    PacedPrefetch& ahead);
-// which adds to C [R, 16 P] the products of `steps` pairings (arch/operands.hpp) along K.
-template <class Micro, class E, int Rows, int Panels>
+// which adds to C [R, 16 P] the products of `steps` pairings (arch/operands.hpp) along K, and before every StepsATurn
+// of them, or the rest, has ahead.turn().
+template <class Micro, class E, int Rows, int Panels, index_t StepsATurn = 1>
 struct StripTiles {
+  using Element = E;
   static constexpr index_t kCols = Panels * kPanelCols;
   static_assert(kStripCols % kCols == 0);
-  using Element = E;
+  // Steps of K: a piece of fp32 is 16 KiB, a third to half of L1. The deeper, the less often C passes through registers.
+  static constexpr index_t kStripDepth = 4096 / kCols;
+  static constexpr index_t kStepsATurn = StepsATurn;
   static constexpr index_t kKUnit = kPairing<E>;  // A and strips are padded with zeros to multiples of it
   static constexpr bool kStrips = true;
   struct Session {};  // nothing to keep per thread
@@ -91,12 +95,12 @@ struct StripTiles {
     const index_t tiles = ceil_div(rows, index_t{Rows});
     const index_t height = ceil_div(rows, tiles);  // equal: a last tile of few rows would not hide the latency
     const index_t steps = k / kKUnit;
-    PacedPrefetch paced(ahead, tiles * ceil_div(cols, kCols) * steps);
+    PacedPrefetch paced(ahead, tiles * ceil_div(cols, kCols) * ceil_div(steps, kStepsATurn));
     for (index_t j = 0; j < cols; j += kCols) {
       const index_t panels = cols - j < kCols ? ceil_div(cols - j, kPanelCols) : Panels;
       for (index_t i = 0; i < rows; i += height) {
         const index_t here = rows - i < height ? rows - i : height;
-        tile_of(here, panels)(a + i * a_stride, a_stride, strip + j * kKUnit, steps, c.from(i, j), paced);
+        tile_of(here, panels)(a + i * a_stride, a_stride, strip + j * k, steps, c.from(i, j), paced);
       }
     }
   }

@@ -57,7 +57,9 @@
 
 #if defined(__clang__)
 #define AMX_SFT_MOE_UNROLL _Pragma("clang loop unroll(full)")
+#define AMX_SFT_MOE_UNROLL_4 _Pragma("clang loop unroll_count(4)")
 #else
 #define AMX_SFT_MOE_UNROLL _Pragma("GCC unroll 16")
+#define AMX_SFT_MOE_UNROLL_4 _Pragma("GCC unroll 4")
 #endif
 #endif  // AMX_SFT_MOE_NAMESPACE_BEGIN

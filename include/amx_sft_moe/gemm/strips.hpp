@@ -22,15 +22,14 @@
 AMX_SFT_MOE_NAMESPACE_BEGIN
 namespace gemm {
 
-// Steps of K that a strip of rows is deep. 32 rows of B, and the 32 that come next, are 64 pages: the data TLB of a
-// core holds 64 to 96, and strips of 64 read memory slower. Many rows of A rather want C passing through registers
-// less often.
+// Steps of K that a strip of rows is deep. With 64 columns to a piece, 32 rows of B, and the 32 that come next, are 64
+// pages: the data TLB of a core holds 64 to 96, and strips of 64 read memory slower. Many rows of A rather want C
+// passing through registers less often. A strip of columns is read along 64 rows whatever its depth.
+template <class Micro>
 constexpr index_t row_strip_depth(index_t rows) {
   constexpr index_t kFewRows = 48;
-  return rows <= kFewRows ? 32 : 64;
+  return rows <= kFewRows ? Micro::kStripDepth / 2 : Micro::kStripDepth;
 }
-// A strip of columns is read along 64 rows whatever its depth: 16 KiB, a third of L1.
-inline constexpr index_t kColumnStripDepth = 64;
 
 // Floats from row to row of C: whole strips, and rows not 4 KiB apart.
 constexpr index_t strips_stride(index_t cols) {
@@ -90,25 +89,25 @@ arch::BytesAhead ahead_of_rows(const arch::RowSource<S>& source, index_t depth, 
           std::min(arch::kStripCols, cols - next) * kSize};
 }
 
-// What comes after the strip of source's rows from `row` and columns from `kk` on, of [out, k]: the two strips that
-// follow on the same rows, and behind their ends those of the rows that come next.
+// What comes after the strip, `depth` deep, of source's rows from `row` and columns from `kk` on, of [out, k]: the two
+// strips that follow on the same rows, and behind their ends those of the rows that come next.
 template <class S>
-arch::BytesAhead ahead_of_columns(const arch::RowSource<S>& source, index_t row, index_t kk, index_t out,
-                                  index_t k) {
+arch::BytesAhead ahead_of_columns(const arch::RowSource<S>& source, index_t row, index_t kk, index_t depth,
+                                  index_t out, index_t k) {
   constexpr index_t kSize = sizeof(S);
   struct Strip {
     index_t row, k;
   };
-  const auto after = [k](const Strip& strip) {
-    const bool same_rows = strip.k + kColumnStripDepth < k;
-    return same_rows ? Strip{strip.row, strip.k + kColumnStripDepth} : Strip{strip.row + arch::kStripCols, 0};
+  const auto after = [depth, k](const Strip& strip) {
+    const bool same_rows = strip.k + depth < k;
+    return same_rows ? Strip{strip.row, strip.k + depth} : Strip{strip.row + arch::kStripCols, 0};
   };
   const Strip next = after({row, kk});
   const Strip later = after(next);
   if (source.row_index != nullptr || next.row >= out) return {};
   return {place(source, next.row, next.k), later.row < out ? place(source, later.row, later.k) : 0,
           source.row_stride * kSize, std::min(arch::kStripCols, out - next.row),
-          std::min(kColumnStripDepth, k - next.k) * kSize};
+          std::min(depth, k - next.k) * kSize};
 }
 
 // C [rows, cols] += A [rows, k] x B [k, cols].
@@ -125,7 +124,7 @@ void multiply_rows(Scratch& scratch, const AnyRows& a, index_t rows, const AnyRo
       });
     }
   }
-  const index_t depth = row_strip_depth(rows);
+  const index_t depth = row_strip_depth<Micro>(rows);
   E* strip = scratch.b_panels.template as<E>(depth * arch::kStripCols);
   for (index_t kk = 0; kk < k; kk += depth) {
     const index_t here = std::min(depth, k - kk);
@@ -159,7 +158,7 @@ void multiply_columns(Scratch& scratch, const typename Kernel::Compute* x, index
       });
     }
   }
-  constexpr index_t kDepth = kColumnStripDepth;
+  constexpr index_t kDepth = Micro::kStripDepth;
   E* strip = scratch.b_panels.template as<E>(kDepth * arch::kStripCols);
   with_adjacent_rows<Kernel>(scratch, w, out, k, [&](const auto& source) {
     for (index_t i = 0; i < out; i += arch::kStripCols) {
@@ -168,7 +167,7 @@ void multiply_columns(Scratch& scratch, const typename Kernel::Compute* x, index
         const index_t here = std::min(kDepth, k - kk);
         Micro::strip_of_columns(source.from_row(i).from_column(kk), wide, here, strip);
         Micro::multiply(x + kk, x_stride, tokens, strip, round_up(here, Micro::kKUnit), wide,
-                        c.after(kk).from(0, i), ahead_of_columns(source, i, kk, out, k));
+                        c.after(kk).from(0, i), ahead_of_columns(source, i, kk, kDepth, out, k));
       }
     }
   });

@@ -2,6 +2,7 @@
 // is read.
 #pragma once
 
+#include "amx_sft_moe/arch/avx2/columns.hpp"
 #include "amx_sft_moe/arch/avx2/rows.hpp"
 
 AMX_SFT_MOE_NAMESPACE_BEGIN
@@ -61,19 +62,7 @@ AMX_SFT_MOE_TARGET_AVX2 inline void pack_columns(const RowSource<S>& src, index_
   const index_t padded_cols = round_up(cols, kPanelCols);
   for (index_t j = 0; j < padded_cols; j += kLanes) {
     float* out = panels + j / kPanelCols * panel_stride + j % kPanelCols;
-    for (index_t kk = 0; kk < k_padded; kk += kLanes, out += kLanes * kPanelCols) {
-      __m256 r[8];
-      AMX_SFT_MOE_UNROLL
-      for (int i = 0; i < 8; ++i) {
-        r[i] = j + i < cols ? load8(src.row(j + i) + kk, k - kk) : _mm256_setzero_ps();
-      }
-      transpose_8x8(r);
-      const index_t steps = k_padded - kk;
-      AMX_SFT_MOE_UNROLL
-      for (int i = 0; i < 8; ++i) {
-        if (i < steps) _mm256_storeu_ps(out + i * kPanelCols, r[i]);
-      }
-    }
+    write_columns(src, j, cols, k, k_padded, out, kPanelCols);
   }
 }
 

@@ -39,7 +39,7 @@ struct Avx512Bf16Microkernel : StripTiles<Avx512Bf16Microkernel, bf16, 6, 4> {
       for (int p = 0; p < Panels; ++p) {
         line[p] = reinterpret_cast<__m512bh>(_mm512_loadu_si512(strip + 2 * p * kPanelCols));
       }
-      paced.step();
+      paced.turn();
       AMX_SFT_MOE_UNROLL
       for (int r = 0; r < Rows; ++r) {
         std::int32_t pair;

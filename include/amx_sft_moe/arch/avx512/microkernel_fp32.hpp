@@ -38,7 +38,7 @@ struct Avx512Microkernel : StripTiles<Avx512Microkernel, float, 6, 4>,
       __m512 line[std::size_t{Panels}];
       AMX_SFT_MOE_UNROLL
       for (int p = 0; p < Panels; ++p) line[p] = _mm512_loadu_ps(strip + p * kPanelCols);
-      paced.step();
+      paced.turn();
       AMX_SFT_MOE_UNROLL
       for (int r = 0; r < Rows; ++r) {
         const __m512 value = _mm512_set1_ps(a[r * a_stride + k]);

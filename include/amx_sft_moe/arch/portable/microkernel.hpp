@@ -11,15 +11,17 @@ namespace arch {
 
 // 4 x 8 accumulators are 8 of the 16 xmm registers; 2 hold B and 1 the broadcast element of A, and mul + add
 // (there is no FMA in SSE2) needs one more. 6 x 8 spills with GCC 12. So a panel is two products of 8 columns.
-struct PortableMicrokernel : StripTiles<PortableMicrokernel, float, 4, 1> {
+struct PortableMicrokernel : StripTiles<PortableMicrokernel, float, 4, 1, 16> {
   // src [k, cols], columns adjacent -> strip, whole panels of it.
   template <class S>
   static void strip_of_rows(const RowSource<S>& src, index_t k, index_t cols, float* strip) {
-    const index_t padded = round_up(cols, kPanelCols);
-    for (index_t kk = 0; kk < k; ++kk, strip += kStripCols) {
-      const S* row = src.row(kk);
-      for (index_t j = 0; j < cols; ++j) strip[j] = to_float(row[j]);
-      for (index_t j = cols; j < padded; ++j) strip[j] = 0.0F;
+    for (index_t j = 0; j < cols; j += kCols) {
+      const index_t there = cols - j < kCols ? cols - j : kCols;
+      for (index_t kk = 0; kk < k; ++kk, strip += kCols) {
+        const S* row = src.row(kk) + j;
+        for (index_t n = 0; n < there; ++n) strip[n] = to_float(row[n]);
+        for (index_t n = there; n < kCols; ++n) strip[n] = 0.0F;
+      }
     }
   }
   // src [cols, k], K adjacent -> strip, whole panels of it.
@@ -28,15 +30,16 @@ struct PortableMicrokernel : StripTiles<PortableMicrokernel, float, 4, 1> {
     const index_t padded = round_up(cols, kPanelCols);
     for (index_t j = 0; j < padded; ++j) {
       const S* row = j < cols ? src.row(j) : nullptr;
-      for (index_t kk = 0; kk < k; ++kk) strip[kk * kStripCols + j] = row == nullptr ? 0.0F : to_float(row[kk]);
+      float* to = strip + j / kCols * kCols * k + j % kCols;
+      for (index_t kk = 0; kk < k; ++kk) to[kk * kCols] = row == nullptr ? 0.0F : to_float(row[kk]);
     }
   }
 
   template <int Rows, int Panels>
   static void tile(const float* a, index_t a_stride, const float* strip, index_t steps, const SumRows& c,
                    PacedPrefetch& ahead) {
-    half<Rows>(a, a_stride, strip, steps, c, &ahead);
-    half<Rows>(a, a_stride, strip + 8, steps, c.from(0, 8), nullptr);
+    half<Rows>(a, a_stride, strip, steps, c, [&] { ahead.turn(); });
+    half<Rows>(a, a_stride, strip + 8, steps, c.from(0, 8), [] {});
   }
 
  private:
@@ -47,24 +50,27 @@ struct PortableMicrokernel : StripTiles<PortableMicrokernel, float, 4, 1> {
     return value;
   }
 
-  template <int Rows>
+  template <int Rows, class Turn>
   static void half(const float* a, index_t a_stride, const float* strip, index_t steps, const SumRows& c,
-                   PacedPrefetch* ahead) {
+                   Turn turn) {
     Vec4 sum[std::size_t{Rows}][2];
     AMX_SFT_MOE_UNROLL
     for (int r = 0; r < Rows; ++r) {
       sum[r][0] = c.fresh ? Vec4{} : load4(c.data + r * c.stride);
       sum[r][1] = c.fresh ? Vec4{} : load4(c.data + r * c.stride + 4);
     }
-    for (index_t k = 0; k < steps; ++k, strip += kStripCols) {
-      if (ahead != nullptr) ahead->step();
-      const Vec4 low = load4(strip);
-      const Vec4 high = load4(strip + 4);
-      AMX_SFT_MOE_UNROLL
-      for (int r = 0; r < Rows; ++r) {
-        const float value = a[r * a_stride + k];
-        sum[r][0] += value * low;
-        sum[r][1] += value * high;
+    for (index_t begin = 0; begin < steps; begin += kStepsATurn) {
+      turn();
+      const index_t end = begin + kStepsATurn < steps ? begin + kStepsATurn : steps;
+      for (index_t k = begin; k < end; ++k, strip += kCols) {
+        const Vec4 low = load4(strip);
+        const Vec4 high = load4(strip + 4);
+        AMX_SFT_MOE_UNROLL
+        for (int r = 0; r < Rows; ++r) {
+          const float value = a[r * a_stride + k];
+          sum[r][0] += value * low;
+          sum[r][1] += value * high;
+        }
       }
     }
     AMX_SFT_MOE_UNROLL
