@@ -4,6 +4,7 @@
 
 #include <algorithm>
 #include <cmath>
+#include <initializer_list>
 #include <vector>
 
 #include "amx_sft_moe/amx_sft_moe.hpp"
@@ -24,18 +25,20 @@ class GemmColumns : public testing::Test {
   void SetUp() override {
     if (!Kernel::available()) GTEST_SKIP() << Kernel::refusal();
     a_.reserve(kMostRows * kMostK);
-    b_.reserve(kMostK * kMostCols);
+    b_.reserve(kMostOfB);
     for (index_t i = 0; i < kMostRows * kMostK; ++i)
       a_[i] = from_float<W>(static_cast<float>(i * 53 % 89 - 44) / 16);
-    for (index_t i = 0; i < kMostK * kMostCols; ++i)
-      b_[i] = from_float<W>(static_cast<float>(i * 37 % 101 - 50) / 64);
+    for (index_t i = 0; i < kMostOfB; ++i) b_[i] = from_float<W>(static_cast<float>(i * 37 % 101 - 50) / 64);
   }
 
   // Multiples of 1/16 and 1/64 of few bits: bf16 holds them, and fp32 every sum of their products.
   float a(index_t row, index_t k) const { return to_float(a_[row * kMostK + k]); }
-  float b(index_t k, index_t col) const { return to_float(b_[k * kMostCols + col]); }
+  float b(index_t k, index_t col) const { return to_float(b_[k * b_stride_ + col]); }
   MatrixView<const W> rows_of_a(index_t rows, index_t k) const { return {a_.data(), rows, k, kMostK}; }
-  MatrixView<const W> rows_of_b(index_t k, index_t cols) const { return {b_.data(), k, cols, kMostCols}; }
+  MatrixView<const W> rows_of_b(index_t k, index_t cols) {
+    b_stride_ = cols + 3;
+    return {b_.data(), k, cols, b_stride_};
+  }
 
   // C, once its memory has been NaN.
   template <class Run>
@@ -61,7 +64,9 @@ class GemmColumns : public testing::Test {
     }
   }
 
-  static constexpr index_t kMostRows = 270, kMostK = 530, kMostCols = 6200;
+  static constexpr index_t kMostRows = 270, kMostK = 530;
+  static constexpr index_t kMostOfB = 40 * 6203;  // more than 530 x 100
+  index_t b_stride_ = 0;                          // of the product at hand
   AlignedBuffer<W> a_, b_;
   gemm::Scratch scratch_;
 };
@@ -71,16 +76,16 @@ using Kernels =
                    kernels::Avx512<float>, kernels::Avx512<bf16>, kernels::Avx512Bf16>;
 TYPED_TEST_SUITE(GemmColumns, Kernels);
 
-std::vector<Extents> all_extents() {
+// `deep`: steps along K of strips of few rows and of many, one or more deep, and a rest.
+std::vector<Extents> all_extents(std::initializer_list<index_t> deep) {
   std::vector<Extents> all;
   for (const index_t rows : {1, 2, 3, 4, 5, 6, 7, 8, 9, 13, 33}) {
     for (const index_t k : {1, 2, 3, 4, 5, 7, 8, 9, 16, 17, 19, 40}) {
       for (const index_t cols : {1, 15, 33, 97}) all.push_back({rows, k, cols});
     }
   }
-  // Strips of few rows and of many, one or more deep, and a rest.
   for (const index_t rows : {1, 13, 49}) {
-    for (const index_t k : {129, 257, 530}) all.push_back({rows, k, 97});
+    for (const index_t k : deep) all.push_back({rows, k, 97});
   }
   // Wider than what of C stays in L1: by a few columns for one row, many times for eight.
   for (const index_t rows : {1, 8, 9}) all.push_back({rows, 35, 6200});
@@ -88,7 +93,7 @@ std::vector<Extents> all_extents() {
 }
 
 TYPED_TEST(GemmColumns, NnIsExact) {
-  for (const Extents& e : all_extents()) {
+  for (const Extents& e : all_extents({129, 257, 530})) {
     const std::array<gemm::NnTerm, 1> terms{
         {{this->rows_of_a(e.rows, e.k), this->rows_of_b(e.k, e.cols), e.k}}};
     const auto c = this->result(e.rows, e.cols, [&](auto& thread, auto&& epilogue) {
@@ -103,18 +108,16 @@ TYPED_TEST(GemmColumns, NnIsExact) {
 }
 
 TYPED_TEST(GemmColumns, TnIsExact) {
-  for (const Extents& e : all_extents()) {
-    // `rows` columns of A's memory, e.k of its rows.
+  for (const Extents& e : all_extents({129, 257, 270})) {
+    // e.rows columns of A's memory, e.k of its rows.
     const arch::RowSource<typename TypeParam::Weight> factor{this->a_.data(), this->kMostK, 1, nullptr};
-    const index_t rows = std::min<index_t>(e.rows, this->kMostK);
-    const index_t k = std::min<index_t>(e.k, this->kMostRows);
-    const auto c = this->result(rows, e.cols, [&](auto& thread, auto&& epilogue) {
-      const auto b = gemm::pack_tokens<TypeParam>(thread, this->rows_of_b(k, e.cols), k, e.cols);
-      gemm::gemm_tn<TypeParam>(thread, rows, std::array<gemm::Factor, 1>{{{factor, nullptr}}}, b, epilogue);
+    const auto c = this->result(e.rows, e.cols, [&](auto& thread, auto&& epilogue) {
+      const auto b = gemm::pack_tokens<TypeParam>(thread, this->rows_of_b(e.k, e.cols), e.k, e.cols);
+      gemm::gemm_tn<TypeParam>(thread, e.rows, std::array<gemm::Factor, 1>{{{factor, nullptr}}}, b, epilogue);
     });
-    this->expect_exact(c, {rows, k, e.cols}, [&](index_t row, index_t col) {
+    this->expect_exact(c, e, [&](index_t row, index_t col) {
       float sum = 0;
-      for (index_t t = 0; t < k; ++t) sum += this->a(t, row) * this->b(t, col);
+      for (index_t t = 0; t < e.k; ++t) sum += this->a(t, row) * this->b(t, col);
       return sum;
     });
   }

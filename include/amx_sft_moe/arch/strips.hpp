@@ -1,5 +1,5 @@
 // Products with strips: a strip is 64 columns of B, some steps of K deep, packed where B is read and used at once by all
-// rows of A. It is made of pieces as wide as a register tile, each small enough for L1:
+// rows of A. It is made of blocks as wide as a register tile, each small enough for L1:
 //
 //     strip, float: [64 / kCols][K][kCols]          strip, bf16: [64 / kCols][K / 2][kCols][2]
 //
@@ -7,10 +7,10 @@
 // next is asked for meanwhile.
 #pragma once
 
-#include <cstdint>
 #include <utility>
 
 #include "amx_sft_moe/arch/operands.hpp"
+#include "amx_sft_moe/arch/paced_prefetch.hpp"
 
 AMX_SFT_MOE_NAMESPACE_BEGIN
 namespace arch {
@@ -19,57 +19,6 @@ namespace arch {
 // so few row pointers that none is spilled: with 12 rows x 32 columns the compiler kept four of them in vector
 // registers, whose moves compete with the arithmetic.
 inline constexpr index_t kStripCols = 64;
-
-// Memory that strips to come are made from: of each, `rows` pieces of row_bytes, `stride` bytes apart. Hardware
-// prefetchers do not see it coming: its rows lie on different pages. Addresses are numbers: they may be those of
-// nothing, behind a matrix's last row.
-struct BytesAhead {
-  std::uintptr_t next = 0;   // of the strip that is next, into L1; 0: not asked for
-  std::uintptr_t later = 0;  // of one after it, into L2; 0: not asked for
-  index_t stride = 0;
-  index_t rows = 0;
-  index_t row_bytes = 0;
-};
-
-// Asks for that memory evenly over the turns of a product, each of some steps along K. A burst would fill the line fill buffers, and the
-// product's own loads would wait for one.
-class PacedPrefetch {
- public:
-  PacedPrefetch(const BytesAhead& ahead, index_t turns) : ahead_(ahead), left_(kNever) {
-    if (ahead.rows == 0) return;
-    burst_ = ceil_div(ahead.rows, turns);
-    every_ = burst_ > 1 ? 1 : ceil_div(turns, ahead.rows);
-    left_ = every_;
-  }
-
-  AMX_SFT_MOE_INLINE void turn() {
-    if (--left_ > 0) return;
-    for (index_t row = 0; row < burst_; ++row) {
-      if (ahead_.next != 0) ask<3>(ahead_.next);
-      if (ahead_.later != 0) ask<2>(ahead_.later);
-    }
-    ahead_.rows -= burst_;
-    left_ = ahead_.rows > 0 ? every_ : kNever;
-  }
-
- private:
-  static constexpr index_t kNever = index_t{1} << 62;
-
-  // A row's piece from `address` on, which moves to the next row.
-  template <int Locality>
-  AMX_SFT_MOE_INLINE void ask(std::uintptr_t& address) {
-    for (index_t byte = 0; byte < ahead_.row_bytes; byte += 64) {
-      // NOLINTNEXTLINE(performance-no-int-to-ptr): nothing is read through it
-      __builtin_prefetch(reinterpret_cast<const char*>(address) + byte, 0, Locality);
-    }
-    address += static_cast<std::uintptr_t>(ahead_.stride);
-  }
-
-  BytesAhead ahead_;
-  index_t burst_ = 0;
-  index_t every_ = 0;
-  index_t left_;
-};
 
 // Micro has, with its own target attribute, for 1 <= R <= Rows and 1 <= P <= Panels:
 //   template <int R, int P>
@@ -82,8 +31,9 @@ struct StripTiles {
   using Element = E;
   static constexpr index_t kCols = Panels * kPanelCols;
   static_assert(kStripCols % kCols == 0);
-  // Steps of K: a piece of fp32 is 16 KiB, a third to half of L1. The deeper, the less often C passes through registers.
-  static constexpr index_t kStripDepth = 4096 / kCols;
+  // Elements along K: as many as make a block of fp32 16 KiB, a third to half of L1. The deeper, the less often C passes
+  // through registers.
+  static constexpr index_t kStripDepth = (16 << 10) / index_t{sizeof(float)} / kCols;
   static constexpr index_t kStepsATurn = StepsATurn;
   static constexpr index_t kKUnit = kPairing<E>;  // A and strips are padded with zeros to multiples of it
   static constexpr bool kStrips = true;

@@ -22,13 +22,18 @@
 AMX_SFT_MOE_NAMESPACE_BEGIN
 namespace gemm {
 
-// Steps of K that a strip of rows is deep. With 64 columns to a piece, 32 rows of B, and the 32 that come next, are 64
-// pages: the data TLB of a core holds 64 to 96, and strips of 64 read memory slower. Many rows of A rather want C
-// passing through registers less often. A strip of columns is read along 64 rows whatever its depth.
+// Strips of several tiles are deep (StripTiles::kStripDepth). A block of K as deep, asked for while the one before it is
+// multiplied, would not stay in L2 until its turn: 1 MiB where 256 rows of B have 2048 columns.
+template <class Micro>
+inline constexpr bool kDeepStrips = Micro::kCols < arch::kStripCols;
+
+// Steps of K that a strip of rows is deep. 32 rows of B, and the 32 that come next, are 64 pages: the data TLB of a core
+// holds 64 to 96, and strips of 64 read memory slower. Many rows of A, and deep strips, rather want C passing through
+// registers less often. A strip of columns is read along 64 rows whatever its depth.
 template <class Micro>
 constexpr index_t row_strip_depth(index_t rows) {
   constexpr index_t kFewRows = 48;
-  return rows <= kFewRows ? Micro::kStripDepth / 2 : Micro::kStripDepth;
+  return rows <= kFewRows && !kDeepStrips<Micro> ? Micro::kStripDepth / 2 : Micro::kStripDepth;
 }
 
 // Floats from row to row of C: whole strips, and rows not 4 KiB apart.
@@ -71,43 +76,41 @@ std::uintptr_t place(const arch::RowSource<S>& source, index_t row, index_t col)
          static_cast<std::uintptr_t>((row * source.row_stride + col) * kSize);
 }
 
-// What comes after the strip of source's rows [0, depth) from column `col` on: the same columns of the next_depth rows
-// that are multiplied next, which lie on other pages; where there are none, the strips that follow on the same rows.
+struct Extent {
+  index_t rows, cols;
+};
+
+// What comes after the block at [row, col] where source's rows and columns [0, all) are passed over block by block, row of
+// blocks after row of blocks: the next two.
 template <class S>
-arch::BytesAhead ahead_of_rows(const arch::RowSource<S>& source, index_t depth, index_t next_depth, index_t col,
-                               index_t cols) {
+arch::BytesAhead blocks_ahead(const arch::RowSource<S>& source, const Extent& all, const Extent& block,
+                              index_t row, index_t col) {
   constexpr index_t kSize = sizeof(S);
   if (source.row_index != nullptr) return {};
-  const index_t stride = source.row_stride * kSize;
-  if (next_depth > 0) {
-    return {0, place(source, depth, col), stride, next_depth, std::min(arch::kStripCols, cols - col) * kSize};
-  }
-  const index_t next = col + arch::kStripCols;
-  const index_t later = next + arch::kStripCols;
-  if (next >= cols) return {};
-  return {place(source, 0, next), later < cols ? place(source, 0, later) : 0, stride, depth,
-          std::min(arch::kStripCols, cols - next) * kSize};
+  const auto step = [&](index_t& at_row, index_t& at_col) {
+    at_col += block.cols;
+    if (at_col < all.cols) return;
+    at_col = 0;
+    at_row += block.rows;
+  };
+  step(row, col);
+  if (row >= all.rows) return {};
+  arch::BytesAhead ahead{place(source, row, col), 0, source.row_stride * kSize,
+                         std::min(block.rows, all.rows - row), std::min(block.cols, all.cols - col) * kSize};
+  step(row, col);
+  if (row < all.rows) ahead.later = place(source, row, col);
+  return ahead;
 }
 
-// What comes after the strip, `depth` deep, of source's rows from `row` and columns from `kk` on, of [out, k]: the two
-// strips that follow on the same rows, and behind their ends those of the rows that come next.
+// The same columns of the next_rows rows behind source's first `rows`. They lie on other pages, and all of a block of K
+// stays in L2 until its turn.
 template <class S>
-arch::BytesAhead ahead_of_columns(const arch::RowSource<S>& source, index_t row, index_t kk, index_t depth,
-                                  index_t out, index_t k) {
+arch::BytesAhead next_rows_ahead(const arch::RowSource<S>& source, index_t rows, index_t next_rows, index_t col,
+                                 index_t cols) {
   constexpr index_t kSize = sizeof(S);
-  struct Strip {
-    index_t row, k;
-  };
-  const auto after = [depth, k](const Strip& strip) {
-    const bool same_rows = strip.k + depth < k;
-    return same_rows ? Strip{strip.row, strip.k + depth} : Strip{strip.row + arch::kStripCols, 0};
-  };
-  const Strip next = after({row, kk});
-  const Strip later = after(next);
-  if (source.row_index != nullptr || next.row >= out) return {};
-  return {place(source, next.row, next.k), later.row < out ? place(source, later.row, later.k) : 0,
-          source.row_stride * kSize, std::min(arch::kStripCols, out - next.row),
-          std::min(depth, k - next.k) * kSize};
+  if (source.row_index != nullptr) return {};
+  return {0, place(source, rows, col), source.row_stride * kSize, next_rows,
+          std::min(arch::kStripCols, cols - col) * kSize};
 }
 
 // C [rows, cols] += A [rows, k] x B [k, cols].
@@ -129,13 +132,16 @@ void multiply_rows(Scratch& scratch, const AnyRows& a, index_t rows, const AnyRo
   for (index_t kk = 0; kk < k; kk += depth) {
     const index_t here = std::min(depth, k - kk);
     const auto a_block = strip_rows<Kernel>(scratch, a.from(0, kk), rows, here);
-    const index_t next = b.col_stride() == 1 ? std::min(depth, k - kk - here) : 0;  // a copy is of one block
+    const index_t left = b.col_stride() == 1 ? k - kk : here;  // a copy is of one block
     with_adjacent_rows<Kernel>(scratch, b.from(kk, 0), here, cols, [&](const auto& source) {
       for (index_t j = 0; j < cols; j += arch::kStripCols) {
         const index_t wide = std::min(arch::kStripCols, cols - j);
+        const auto ahead = kDeepStrips<Micro> || left == here
+                               ? blocks_ahead(source, {left, cols}, {here, arch::kStripCols}, 0, j)
+                               : next_rows_ahead(source, here, std::min(depth, left - here), j, cols);
         Micro::strip_of_rows(source.from_column(j), here, wide, strip);
         Micro::multiply(a_block.data, a_block.row_stride, rows, strip, round_up(here, Micro::kKUnit), wide,
-                        c.after(kk).from(0, j), ahead_of_rows(source, here, next, j, cols));
+                        c.after(kk).from(0, j), ahead);
       }
     });
   }
@@ -167,7 +173,8 @@ void multiply_columns(Scratch& scratch, const typename Kernel::Compute* x, index
         const index_t here = std::min(kDepth, k - kk);
         Micro::strip_of_columns(source.from_row(i).from_column(kk), wide, here, strip);
         Micro::multiply(x + kk, x_stride, tokens, strip, round_up(here, Micro::kKUnit), wide,
-                        c.after(kk).from(0, i), ahead_of_columns(source, i, kk, kDepth, out, k));
+                        c.after(kk).from(0, i),
+                        blocks_ahead(source, {out, k}, {arch::kStripCols, kDepth}, i, kk));
       }
     }
   });

@@ -28,7 +28,7 @@ AMX_SFT_MOE_INLINE AMX_SFT_MOE_TARGET_AVX2 void load_columns(const float* const 
     }
   }
 }
-// With bf16 half as many shuffles do, the last of which widens.
+// With bf16 half as many loads do, and the last of the shuffles widens.
 AMX_SFT_MOE_INLINE AMX_SFT_MOE_TARGET_AVX2 void load_columns(const bf16* const (&rows)[8], index_t k,
                                                              __m256 (&column)[8]) {
   __m256i r[4];
@@ -52,38 +52,40 @@ AMX_SFT_MOE_INLINE AMX_SFT_MOE_TARGET_AVX2 void load_columns(const bf16* const (
   }
 }
 
-// The same where rows or steps end within the eight: zeros beyond rows [0, there) and steps [0, left).
+// The same where K ends `left` < 8 steps on: zeros behind it.
 template <class S>
-AMX_SFT_MOE_TARGET_AVX2 void load_columns(const S* const (&rows)[8], index_t there, index_t k, index_t left,
-                                          __m256 (&column)[8]) {
-  alignas(32) S block[8][8] = {};
-  const S* copied[8];
-  for (index_t i = 0; i < 8; ++i) {
-    copied[i] = block[i];
-    for (index_t n = 0; i < there && n < left && n < 8; ++n) block[i][n] = rows[i][k + n];
-  }
-  load_columns(copied, 0, column);
+AMX_SFT_MOE_INLINE AMX_SFT_MOE_TARGET_AVX2 void load_columns(const S* const (&rows)[8], index_t k, index_t left,
+                                                             __m256 (&column)[8]) {
+  AMX_SFT_MOE_UNROLL
+  for (int i = 0; i < 8; ++i) column[i] = load8(rows[i] + k, left);
+  transpose_8x8(column);
 }
 
 // Columns [first, first + 8) of the result from those rows of src, zeros beyond its rows [0, cols) and steps [0, k):
-// element [kk, j], kk < padded_k, to out[kk * stride + j - first].
+// element [kk, j], kk < padded_k, to out[kk * stride + j - first]. k <= padded_k < k + 8.
 template <class S>
 AMX_SFT_MOE_TARGET_AVX2 void write_columns(const RowSource<S>& src, index_t first, index_t cols, index_t k,
                                            index_t padded_k, float* out, index_t stride) {
   const index_t there = cols - first;
-  const S* rows[8];
-  for (index_t i = 0; i < 8; ++i) rows[i] = i < there ? src.row(first + i) : nullptr;
-  for (index_t kk = 0; kk < padded_k; kk += 8, out += 8 * stride) {
+  if (there <= 0) {
+    for (index_t kk = 0; kk < padded_k; ++kk) _mm256_storeu_ps(out + kk * stride, _mm256_setzero_ps());
+    return;
+  }
+  const __m256 lanes = _mm256_castsi256_ps(mask8(there));
+  const S* rows[8];  // the last one in place of those that are not there
+  for (index_t i = 0; i < 8; ++i) rows[i] = src.row(first + (i < there ? i : there - 1));
+  for (index_t kk = 0; kk < padded_k; kk += 8) {
     __m256 column[8];
-    if (there >= 8 && k - kk >= 8) {
+    if (k - kk >= 8) {
       load_columns(rows, kk, column);
     } else {
-      load_columns(rows, there, kk, k - kk, column);
+      load_columns(rows, kk, k - kk, column);
     }
     const index_t steps = padded_k - kk;
     AMX_SFT_MOE_UNROLL
     for (int i = 0; i < 8; ++i) {
-      if (i < steps) _mm256_storeu_ps(out + i * stride, column[i]);
+      const __m256 value = there >= 8 ? column[i] : _mm256_and_ps(column[i], lanes);
+      if (i < steps) _mm256_storeu_ps(out + (kk + i) * stride, value);
     }
   }
 }

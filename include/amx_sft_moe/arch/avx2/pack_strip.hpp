@@ -8,29 +8,29 @@
 AMX_SFT_MOE_NAMESPACE_BEGIN
 namespace arch::avx2 {
 
-// src [k, cols], columns adjacent -> strip, whole panels of it, each a piece.
+// src [k, cols], columns adjacent -> strip, whole panels of it, one after the other.
 template <class S>
 AMX_SFT_MOE_TARGET_AVX2 void strip_of_rows(const RowSource<S>& src, index_t k, index_t cols, float* strip) {
-  for (index_t kk = 0; kk < k; ++kk) {
+  const index_t whole = cols / kPanelCols * kPanelCols;
+  for (index_t kk = 0; kk < k; ++kk, strip += kPanelCols) {
     const S* row = src.row(kk);
-    float* to = strip + kk * kPanelCols;
-    index_t j = 0;
-    for (; j + kPanelCols <= cols; j += kPanelCols, to += k * kPanelCols) {
-      _mm256_storeu_ps(to, load8(row + j));
-      _mm256_storeu_ps(to + kLanes, load8(row + j + kLanes));
+    for (index_t j = 0; j < whole; j += kPanelCols) {
+      _mm256_storeu_ps(strip + j * k, load8(row + j));
+      _mm256_storeu_ps(strip + j * k + kLanes, load8(row + j + kLanes));
     }
-    if (j == cols) continue;
-    _mm256_storeu_ps(to, load8(row + j, cols - j));
-    _mm256_storeu_ps(to + kLanes, load8(row + j + kLanes, cols - j - kLanes));
+    if (whole == cols) continue;
+    const index_t first = cols - whole < kLanes ? cols - whole : kLanes;
+    _mm256_storeu_ps(strip + whole * k, load8(row + whole, first));
+    _mm256_storeu_ps(strip + whole * k + kLanes, load8(row + whole + first, cols - whole - first));
   }
 }
 
-// src [cols, k], K adjacent -> strip, whole panels of it, each a piece.
+// src [cols, k], K adjacent -> strip, whole panels of it, one after the other.
 template <class S>
 AMX_SFT_MOE_TARGET_AVX2 void strip_of_columns(const RowSource<S>& src, index_t cols, index_t k, float* strip) {
-  for (index_t j = 0; j < cols; j += kPanelCols, strip += k * kPanelCols) {
-    write_columns(src, j, cols, k, k, strip, kPanelCols);
-    write_columns(src, j + kLanes, cols, k, k, strip + kLanes, kPanelCols);
+  for (index_t j = 0; j < cols; j += kPanelCols) {
+    write_columns(src, j, cols, k, k, strip + j * k, kPanelCols);
+    write_columns(src, j + kLanes, cols, k, k, strip + j * k + kLanes, kPanelCols);
   }
 }
 

@@ -12,6 +12,7 @@ namespace arch {
 // In place: dot products of 3 rows x 8 tokens, 24 accumulators, 3 registers of W, 1 of x.
 struct Avx512Microkernel : StripTiles<Avx512Microkernel, float, 6, 4>,
                            InPlaceProducts<avx512::InPlaceTiles, 8, 12, 3, 8> {
+  static_assert(kCols == kStripCols);  // a strip is one block, for what packs it
   template <class S>
   static void strip_of_rows(const RowSource<S>& src, index_t k, index_t cols, float* strip) {
     avx512::strip_of_rows(src, k, cols, strip);

@@ -1,0 +1,77 @@
+// Memory that is asked for while something else is multiplied.
+#pragma once
+
+#include <algorithm>
+#include <cstdint>
+
+#include "amx_sft_moe/core/element.hpp"
+
+AMX_SFT_MOE_NAMESPACE_BEGIN
+namespace arch {
+
+// Memory that strips to come are made from: of each, `rows` rows of row_bytes, `stride` bytes apart. Hardware
+// prefetchers do not see it coming: its rows lie on different pages. Addresses are numbers: they may be those of
+// nothing, behind a matrix's last row.
+struct BytesAhead {
+  std::uintptr_t next = 0;   // of the strip that is next, into L1; 0: not asked for
+  std::uintptr_t later = 0;  // of one after it, into L2; 0: not asked for
+  index_t stride = 0;
+  index_t rows = 0;
+  index_t row_bytes = 0;
+};
+
+// `units` spread evenly over `turns`: after t of them units * t / turns, rounded down, were due.
+class Pace {
+ public:
+  Pace(index_t units, index_t turns) : units_(units), turns_(turns) {}
+
+  // Units that are due in this turn.
+  AMX_SFT_MOE_INLINE index_t turn() {
+    index_t due = 0;
+    for (credit_ += units_; credit_ >= turns_; credit_ -= turns_) ++due;
+    return due;
+  }
+
+ private:
+  index_t units_;
+  index_t turns_;
+  index_t credit_ = 0;
+};
+
+// Asks for that memory evenly over the turns of a product, each of some steps along K. A burst would fill the line fill
+// buffers, and the product's own loads would wait for one: so not rows, but pairs of cache lines, which hardware fetches
+// together anyway.
+class PacedPrefetch {
+ public:
+  PacedPrefetch(const BytesAhead& ahead, index_t turns)
+      : ahead_(ahead), pace_(ahead.rows * ceil_div(ahead.row_bytes, kPairBytes), turns) {}
+
+  AMX_SFT_MOE_INLINE void turn() {
+    for (index_t due = pace_.turn(); due > 0; --due) ask();
+  }
+
+ private:
+  static constexpr index_t kLineBytes = 64, kPairBytes = 2 * kLineBytes;
+
+  AMX_SFT_MOE_INLINE void ask() {
+    const index_t end = std::min(done_ + kPairBytes, ahead_.row_bytes);
+    for (; done_ < end; done_ += kLineBytes) {
+      // NOLINTBEGIN(performance-no-int-to-ptr): nothing is read through them
+      if (ahead_.next != 0) __builtin_prefetch(reinterpret_cast<const char*>(ahead_.next) + done_, 0, 3);
+      if (ahead_.later != 0) __builtin_prefetch(reinterpret_cast<const char*>(ahead_.later) + done_, 0, 2);
+      // NOLINTEND(performance-no-int-to-ptr)
+    }
+    if (done_ < ahead_.row_bytes) return;
+    done_ = 0;
+    const auto stride = static_cast<std::uintptr_t>(ahead_.stride);
+    if (ahead_.next != 0) ahead_.next += stride;
+    if (ahead_.later != 0) ahead_.later += stride;
+  }
+
+  BytesAhead ahead_;
+  Pace pace_;
+  index_t done_ = 0;  // bytes of this row
+};
+
+}  // namespace arch
+AMX_SFT_MOE_NAMESPACE_END
