@@ -10,7 +10,8 @@ CLANG := -DCMAKE_C_COMPILER=clang-19 -DCMAKE_CXX_COMPILER=clang++-19
 SANITIZED := -DCMAKE_BUILD_TYPE=RelWithDebInfo -DCMAKE_CXX_FLAGS_RELWITHDEBINFO="-O1 -g1"
 FUZZ_CALLS ?= 200000
 SUDO := $(shell [ "$$(id -u)" = 0 ] || echo sudo)
-# torch is pinned: an unpinned one brings gigabytes of CUDA libraries.
+# The release that the package is tested with. With an index of CPU builds (PIP_EXTRA_INDEX_URL) and
+# TORCH=torch==2.13.0+cpu it comes without gigabytes of CUDA libraries, which are never used.
 TORCH ?= torch==2.13.0
 NVTX_INCLUDE = $(shell $(BIN)/python -c "import nvidia, pathlib; \
   print(next((p.parent.parent for d in nvidia.__path__ for p in pathlib.Path(d).rglob('nvtx3/nvtx3.hpp')), ''))")

@@ -23,6 +23,11 @@ from amx_sft_moe.sft_moe import Gradients, SftMoe, Workspace
 
 if TYPE_CHECKING:
     from amx_sft_moe import adapters, nn
+    from amx_sft_moe import integrations as integrations
+    from amx_sft_moe import timeline as timeline
+    from amx_sft_moe.checkpoints import load_model
+    from amx_sft_moe.integrations import register
+    from amx_sft_moe.integrations.preparation import prepare
 
 __all__ = [
     "ArgumentError",
@@ -53,31 +58,25 @@ def get_cmake_dir() -> str:
     return os.path.join(os.path.dirname(os.path.abspath(__file__)), "share", "cmake", "amx_sft_moe")
 
 
-def register(name: str = "amx_sft_moe", **options: Any) -> None:
-    """Makes ``experts_implementation=name`` work in transformers; see
-    :func:`amx_sft_moe.integrations.register`."""
-    from amx_sft_moe.integrations import register as register_with_transformers
-
-    register_with_transformers(name, **options)
-
-
-def load_model(directory: str | os.PathLike[str], **options: Any) -> Any:
-    """A model of a local checkpoint, its experts mapped; see :func:`amx_sft_moe.checkpoints.load_model`."""
-    from amx_sft_moe.checkpoints import load_model as load_mapped_model
-
-    return load_mapped_model(directory, **options)
-
-
-def prepare(model: Any, **options: Any) -> Any:
-    """Prints what of a model trains and how much memory it takes, and refuses where no routed expert does; see
-    :func:`amx_sft_moe.integrations.preparation.prepare`."""
-    from amx_sft_moe.integrations.preparation import prepare as prepare_model
-
-    return prepare_model(model, **options)
+# Imported when they are first asked for: they need torch, transformers or pandas. Submodule, name in it.
+_LAZY = {
+    "adapters": ("adapters", None),
+    "integrations": ("integrations", None),
+    "load_model": ("checkpoints", "load_model"),
+    "nn": ("nn", None),
+    "prepare": ("integrations.preparation", "prepare"),
+    "register": ("integrations", "register"),
+    "timeline": ("timeline", None),
+}
 
 
 def __getattr__(name: str) -> Any:
-    # The parts that need torch are imported when they are first asked for.
-    if name in ("nn", "adapters"):
-        return importlib.import_module(f"{__name__}.{name}")
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    if name not in _LAZY:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    submodule, member = _LAZY[name]
+    module = importlib.import_module(f"{__name__}.{submodule}")
+    return module if member is None else getattr(module, member)
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

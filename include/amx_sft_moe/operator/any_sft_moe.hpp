@@ -37,6 +37,9 @@ class AnySftMoe {
 
   virtual void forward_sft(const Routing& routing, const AnyConstMatrix& x, const AnyMatrix& y,
                            bool save_for_backward) = 0;
+  void forward_sft(const Routing& routing, const AnyConstMatrix& x, const AnyMatrix& y) {
+    forward_sft(routing, x, y, true);
+  }
   virtual void backward(const AnyConstMatrix& grad_y, const Gradients& grads) = 0;
 
   virtual void forward_sft(const Routing& routing, const AnyConstMatrix& x, const AnyMatrix& y,
@@ -49,6 +52,7 @@ class AnySftMoe {
   virtual const StepRecord& last_forward() const = 0;
   virtual const StepRecord& last_backward() const = 0;
   virtual StepLabel label(StepKind kind) const = 0;
+  virtual std::string backward_text() const = 0;
   virtual void set_observer(StepObserver* observer) = 0;
   virtual void set_name(std::string name) = 0;
   virtual MemoryReport memory() const = 0;

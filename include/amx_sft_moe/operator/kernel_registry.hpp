@@ -78,6 +78,7 @@ class TypedSftMoe final : public AnySftMoe {
   const StepRecord& last_forward() const override { return moe_.last_forward(); }
   const StepRecord& last_backward() const override { return moe_.last_backward(); }
   StepLabel label(StepKind kind) const override { return moe_.label(kind); }
+  std::string backward_text() const override { return moe_.backward_text(); }
   void set_observer(StepObserver* observer) override { moe_.set_observer(observer); }
   void set_name(std::string name) override { moe_.set_name(std::move(name)); }
   MemoryReport memory() const override { return moe_.memory(); }
