@@ -10,7 +10,7 @@ namespace arch {
 
 // 6 rows x 64 columns: 24 accumulators, 4 registers of B, 1 broadcast of the 32 zmm. Each loaded line of B serves 6
 // products, each broadcast 4. Latency times rate is 8 to 12: 12 accumulators would do.
-struct Avx512Bf16Microkernel : StripTiles<Avx512Bf16Microkernel, bf16, 6, 4> {
+struct Avx512Bf16Microkernel : StripTiles<Avx512Bf16Microkernel, bf16, 6, 4, 4> {
   static_assert(kCols == kStripCols);  // a strip is one block, for what packs it
   template <class S>
   static void strip_of_rows(const RowSource<S>& src, index_t k, index_t cols, bf16* strip) {
@@ -33,28 +33,29 @@ struct Avx512Bf16Microkernel : StripTiles<Avx512Bf16Microkernel, bf16, 6, 4> {
         sum[r][p] = _mm512_maskz_loadu_ps(there, c.data + r * c.stride + p * kPanelCols);
       }
     }
-    PacedPrefetch paced = ahead;
-    for (index_t k = 0; k < steps; ++k, strip += 2 * kStripCols) {
-      __m512bh line[std::size_t{Panels}];
-      AMX_SFT_MOE_UNROLL
-      for (int p = 0; p < Panels; ++p) {
-        line[p] = reinterpret_cast<__m512bh>(_mm512_loadu_si512(strip + 2 * p * kPanelCols));
-      }
-      paced.turn();
-      AMX_SFT_MOE_UNROLL
-      for (int r = 0; r < Rows; ++r) {
-        std::int32_t pair;
-        std::memcpy(&pair, a + r * a_stride + 2 * k, sizeof(pair));
-        __m512i pairs = _mm512_set1_epi32(pair);
-#if defined(__clang__) && __clang_major__ < 19  // clang 16 crashes where it sees a broadcast turn into bf16
-        __asm__("" : "+v"(pairs));
-#endif
-        const auto both = reinterpret_cast<__m512bh>(pairs);
+    for (index_t begin = 0; begin < steps; begin += kStepsATurn) {
+      ahead.turn();
+      const index_t end = begin + kStepsATurn < steps ? begin + kStepsATurn : steps;
+      for (index_t k = begin; k < end; ++k, strip += 2 * kStripCols) {
+        __m512bh line[std::size_t{Panels}];
         AMX_SFT_MOE_UNROLL
-        for (int p = 0; p < Panels; ++p) sum[r][p] = _mm512_dpbf16_ps(sum[r][p], both, line[p]);
+        for (int p = 0; p < Panels; ++p) {
+          line[p] = reinterpret_cast<__m512bh>(_mm512_loadu_si512(strip + 2 * p * kPanelCols));
+        }
+        AMX_SFT_MOE_UNROLL
+        for (int r = 0; r < Rows; ++r) {
+          std::int32_t pair;
+          std::memcpy(&pair, a + r * a_stride + 2 * k, sizeof(pair));
+          __m512i pairs = _mm512_set1_epi32(pair);
+#if defined(__clang__) && __clang_major__ < 19  // clang 16 crashes where it sees a broadcast turn into bf16
+          __asm__("" : "+v"(pairs));
+#endif
+          const auto both = reinterpret_cast<__m512bh>(pairs);
+          AMX_SFT_MOE_UNROLL
+          for (int p = 0; p < Panels; ++p) sum[r][p] = _mm512_dpbf16_ps(sum[r][p], both, line[p]);
+        }
       }
     }
-    ahead = paced;
     AMX_SFT_MOE_UNROLL
     for (int r = 0; r < Rows; ++r) {
       AMX_SFT_MOE_UNROLL

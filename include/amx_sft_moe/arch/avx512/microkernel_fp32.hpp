@@ -10,7 +10,7 @@ namespace arch {
 // 6 rows x 64 columns: 24 accumulators, 4 registers of B, 1 broadcast of the 32 zmm. Each loaded line of B serves 6
 // products, each broadcast 4. Latency times rate is 8: 12 accumulators would do.
 // In place: dot products of 3 rows x 8 tokens, 24 accumulators, 3 registers of W, 1 of x.
-struct Avx512Microkernel : StripTiles<Avx512Microkernel, float, 6, 4>,
+struct Avx512Microkernel : StripTiles<Avx512Microkernel, float, 6, 4, 4>,
                            InPlaceProducts<avx512::InPlaceTiles, 8, 12, 3, 8> {
   static_assert(kCols == kStripCols);  // a strip is one block, for what packs it
   template <class S>
@@ -34,20 +34,21 @@ struct Avx512Microkernel : StripTiles<Avx512Microkernel, float, 6, 4>,
         sum[r][p] = _mm512_maskz_loadu_ps(there, c.data + r * c.stride + p * kPanelCols);
       }
     }
-    PacedPrefetch paced = ahead;
-    for (index_t k = 0; k < steps; ++k, strip += kStripCols) {
-      __m512 line[std::size_t{Panels}];
-      AMX_SFT_MOE_UNROLL
-      for (int p = 0; p < Panels; ++p) line[p] = _mm512_loadu_ps(strip + p * kPanelCols);
-      paced.turn();
-      AMX_SFT_MOE_UNROLL
-      for (int r = 0; r < Rows; ++r) {
-        const __m512 value = _mm512_set1_ps(a[r * a_stride + k]);
+    for (index_t begin = 0; begin < steps; begin += kStepsATurn) {
+      ahead.turn();
+      const index_t end = begin + kStepsATurn < steps ? begin + kStepsATurn : steps;
+      for (index_t k = begin; k < end; ++k, strip += kStripCols) {
+        __m512 line[std::size_t{Panels}];
         AMX_SFT_MOE_UNROLL
-        for (int p = 0; p < Panels; ++p) sum[r][p] = _mm512_fmadd_ps(value, line[p], sum[r][p]);
+        for (int p = 0; p < Panels; ++p) line[p] = _mm512_loadu_ps(strip + p * kPanelCols);
+        AMX_SFT_MOE_UNROLL
+        for (int r = 0; r < Rows; ++r) {
+          const __m512 value = _mm512_set1_ps(a[r * a_stride + k]);
+          AMX_SFT_MOE_UNROLL
+          for (int p = 0; p < Panels; ++p) sum[r][p] = _mm512_fmadd_ps(value, line[p], sum[r][p]);
+        }
       }
     }
-    ahead = paced;
     AMX_SFT_MOE_UNROLL
     for (int r = 0; r < Rows; ++r) {
       AMX_SFT_MOE_UNROLL
