@@ -2,10 +2,10 @@
 // library for the experts and a few hundred lines of our own (char_model/) for everything else.
 //
 // What is trained: embeddings, the linear mixer of the window, the routers, the output head, and the LoRA
-// factors of the experts. What is not: the experts' base weights. The operator trains LoRA beside a frozen
-// base, and here nobody pretrained one, so the base is random and the experts learn within rank 32 of it. That
-// is no way to train a large model; it is an honest test that gradients of factors, inputs and routing weights
-// are right: without the experts this model is linear but for its norms.
+// factors of the experts. What is not: the experts' base weights. The operator could train them too
+// (Gradients::weights); here they stay random, as nobody pretrained them, and the experts learn within rank 32
+// of that. It is no way to train a large model; it is an honest test that gradients of factors, inputs and
+// routing weights are right: without the experts this model is linear but for its norms.
 //
 //     char_model [--steps N] [--kernel NAME] [--threads N] [--text FILE] [--seed N] [--check-only]
 //

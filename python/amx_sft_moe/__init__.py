@@ -3,11 +3,11 @@
     op = amx_sft_moe.SftMoe(num_experts=, top_k=, hidden_size=, intermediate_size=)    # your own training loop
     amx_sft_moe.nn.SftMoeExperts(...)                                                  # a torch module
     amx_sft_moe.register()                                                             # transformers and PEFT:
-    AutoModel.from_pretrained(..., experts_implementation="amx_sft_moe")
+    AutoModelForCausalLM.from_pretrained(..., experts_implementation="amx_sft_moe")
     amx_sft_moe.prepare(model)                                                         # what trains, and memory
 
-torch is optional: importing this package does not import it. ``nn``, ``adapters``, ``register`` and ``prepare``
-need it.
+torch is optional: importing this package does not import it. ``nn``, ``adapters``, ``register``, ``load_model``
+and ``prepare`` need it.
 """
 
 from __future__ import annotations

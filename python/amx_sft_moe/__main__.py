@@ -20,7 +20,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if missing in ("", "amx_sft_moe"):
             raise
         sys.stderr.write(
-            f"error: this command needs {missing}, which is not installed: pip install 'amx-sft-moe[train]'\n"
+            f"error: this command needs {missing}, which is not installed: install the package with its extra "
+            "[train] (pip install '.[train]' in a clone)\n"
         )
         return 1
 

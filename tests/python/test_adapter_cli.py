@@ -160,16 +160,16 @@ def test_check_says_who_would_scale_it_wrongly(single: Path) -> None:
         return {one.tool: (one.loads, one.reason) for one in check.loads}
 
     assert reasons()["vLLM, SGLang"][0]
-    assert reasons()["PEFT from 0.19"][0]
+    assert reasons()["PEFT from 0.20"][0]
     assert not reasons()["PEFT 0.18"][0]
     write_config(single, alpha_pattern={"o_proj": 5})
-    assert reasons()["PEFT from 0.19"][0]
+    assert reasons()["PEFT from 0.20"][0]
     assert reasons()["vLLM, SGLang"][0] is False
     assert "--one-scaling" in reasons()["vLLM, SGLang"][1]
     write_config(single, alpha_pattern={}, use_rslora=True)  # as a model of transformers 4 trains it
     assert reasons()["vLLM, SGLang"][0]
-    loads, why = reasons()["PEFT from 0.19"]
+    loads, why = reasons()["PEFT from 0.20"]
     assert not loads
     assert "scaling 5.65685" in why
     write_config(single, use_rslora=False, lora_dropout=0.1)
-    assert "lora_dropout" in reasons()["PEFT from 0.19"][1]
+    assert "lora_dropout" in reasons()["PEFT from 0.20"][1]

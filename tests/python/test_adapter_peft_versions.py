@@ -79,7 +79,7 @@ def test_both_ways(path: str, tmp_path: Path) -> None:
                 loads.append({**job, "merged": f"{adapter}.safetensors"})
                 expected[loads[-1]["merged"]] = merged if origin == "own" else stock_adapter(family)[1]
                 tools = {one.tool: one.loads for one in check_adapter(adapter).loads}
-                assert tools["PEFT 0.18" if old else "PEFT from 0.19"], "as check says"
+                assert tools["PEFT 0.18" if old else "PEFT from 0.20"], "as check says"
     run(path, loads, tmp_path)
     errors = [error.read_text() for error in tmp_path.glob("*.safetensors.error")]
     if any(re.search("unexpected keyword argument 'distributed_operation'", error) for error in errors):

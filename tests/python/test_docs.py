@@ -1,4 +1,5 @@
-"""Everything that the pages of ``docs/`` tell people to type is executed here; see pages.py for how."""
+"""Everything that the pages of ``docs/`` tell people to type is executed here, and the README's Python; see
+pages.py for how."""
 
 from __future__ import annotations
 
@@ -26,6 +27,7 @@ from reference import make_layer, run
 from timelines import global_tid, write_nsys
 
 PAGES = sorted(page.name for page in DOCS.glob("*.md"))
+README = ROOT / "README.md"
 # How many blocks of a page are not executed; each says why, in a comment above it.
 NOT_RUN = {"fine-tune-my-model.md": 3, "llama-factory.md": 2, "profiling.md": 3}
 
@@ -113,6 +115,34 @@ def test_page(
         running.run(block)
 
 
+# What the README's python blocks take for granted: one layer with adapters.
+GIVEN = """
+import torch
+
+E, k, H, I, T, r = 4, 2, 32, 16, 6, 3
+gate_proj, up_proj, down_proj = torch.randn(E, I, H), torch.randn(E, I, H), torch.randn(E, H, I)
+ga, ua, da = torch.randn(E, r, H), torch.randn(E, r, H), torch.randn(E, r, I)
+gb, ub, db = torch.randn(E, I, r), torch.randn(E, I, r), torch.randn(E, H, r)
+x, grad_y = torch.randn(T, H), torch.randn(T, H)
+routing_weights, expert_ids = torch.rand(T, E).topk(k)
+"""
+
+
+def test_readme(material: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its python blocks, one after the other; commands and C++ are those of the pages."""
+    folder = tmp_path / "page"
+    shutil.copytree(material, folder, symlinks=True)
+    monkeypatch.chdir(folder)
+    running = Folder(folder)
+    blocks = [block for block in blocks_of(README) if block.language == "python"]
+    assert len(blocks) == 3
+    assert all(block.runs for block in blocks)
+    running.run(blocks[0])
+    assert (folder / "adapter" / "adapter_model.safetensors").exists()
+    for block in (Block(README.name, 0, "python", GIVEN), *blocks[1:]):
+        running.run(block)
+
+
 def test_what_is_not_run_says_why() -> None:
     left_out = {name: [b for b in blocks_of(DOCS / name) if "not run" in b.marks] for name in PAGES}
     assert {name: len(found) for name, found in left_out.items() if found} == NOT_RUN
@@ -196,15 +226,15 @@ def test_the_table_of_state_errors() -> None:
 
 
 def test_links_lead_somewhere() -> None:
-    for name in PAGES:
-        text = (DOCS / name).read_text(encoding="utf-8")
+    for page in (README, *(DOCS / name for name in PAGES)):
+        text = page.read_text(encoding="utf-8")
         for target, anchor in re.findall(r"\]\((?!https?:)([^)#]*)#?([^)]*)\)", text):
-            file = (DOCS / target).resolve() if target else DOCS / name
-            assert file.exists(), f"docs/{name}: {target}"
+            file = (page.parent / target).resolve() if target else page
+            assert file.exists(), f"{page}: {target}"
             if anchor:
                 titles = re.findall(r"^#+ (.*)$", file.read_text(encoding="utf-8"), re.MULTILINE)
                 anchors = [re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in titles]
-                assert anchor in anchors, f"docs/{name}: {target}#{anchor}"
+                assert anchor in anchors, f"{page}: {target}#{anchor}"
 
 
 def test_the_index_has_every_page() -> None:

@@ -157,7 +157,7 @@ def test_commands_without_their_packages(
     assert main(["finetune"]) == 1
     said = capsys.readouterr().err
     assert "needs t" in said
-    assert "pip install 'amx-sft-moe[train]'" in said
+    assert "pip install '.[train]' in a clone" in said
 
 
 def test_names() -> None:

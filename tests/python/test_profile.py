@@ -250,4 +250,7 @@ def test_options_need_no_torch() -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert done.returncode == 1
-    assert done.stderr == "error: profile needs torch: pip install 'amx-sft-moe[train]'\n"
+    assert done.stderr == (
+        "error: profile needs torch: install the package with its extra [train] "
+        "(pip install '.[train]' in a clone)\n"
+    )

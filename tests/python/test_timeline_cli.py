@@ -268,7 +268,7 @@ class TestRefusals:
         status, _, err = run(capsys, path)
         assert status == 1
         assert "needs pandas" in err
-        assert "amx-sft-moe[profile]" in err
+        assert "pip install '.[profile]' in a clone" in err
 
     @pytest.mark.parametrize(("error", "expected"), [(MemoryError(), 1), (KeyboardInterrupt(), 130)])
     def test_what_stops_it(self, capsys, path, monkeypatch, error, expected):

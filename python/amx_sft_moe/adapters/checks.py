@@ -19,7 +19,7 @@ from amx_sft_moe.adapters.inspection import not_finite, others_of, pieces_of
 from amx_sft_moe.adapters.settings import require_plain_lora
 from amx_sft_moe.errors import ArgumentError
 
-PEFT, OLD_PEFT, SERVERS, KT = "PEFT from 0.19", "PEFT 0.18", "vLLM, SGLang", "KTransformers"
+PEFT, OLD_PEFT, SERVERS, KT = "PEFT from 0.20", "PEFT 0.18", "vLLM, SGLang", "KTransformers"
 
 
 @dataclass(frozen=True)

@@ -39,7 +39,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         import torch
     except ImportError:
-        sys.stderr.write("error: profile needs torch: pip install 'amx-sft-moe[train]'\n")
+        sys.stderr.write(
+            "error: profile needs torch: install the package with its extra [train] "
+            "(pip install '.[train]' in a clone)\n"
+        )
         return 1
     torch.set_num_threads(wanted.threads)
     try:

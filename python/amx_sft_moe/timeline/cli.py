@@ -33,7 +33,8 @@ OWN_REPORTS: dict[str, Callable[[Timeline], Report]] = {
 _EPILOG = """\
 Reports as in `nsys stats`: {nsys}.
 Reports of our own: {own}.
-Without --report: all of these that have something to say, except traces. docs/timeline.md explains each.
+Without --report: all of these that have something to say, except nvtx_pushpop_trace and gaps (and overlap,
+which needs --overlap A B). docs/timeline.md explains each.
 """
 
 
@@ -61,7 +62,8 @@ def _parser() -> argparse.ArgumentParser:
         description="Where the time of steps went: JSON lines and traces of this package, Chrome traces of "
         "torch, SQLite exports of Nsight Systems.",
         epilog=_EPILOG.format(
-            nsys=", ".join(NSYS_REPORTS), own=", ".join([*OWN_REPORTS, "key_figures", "overlap"])
+            nsys=", ".join(name for name in NSYS_REPORTS if name != "counter_sum"),
+            own=", ".join([*OWN_REPORTS, "key_figures", "overlap", "counter_sum"]),
         ),
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )

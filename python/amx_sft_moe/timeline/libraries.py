@@ -15,7 +15,7 @@ def _load(name: str) -> ModuleType:
     except ImportError as error:
         raise TimelineError(
             f"this needs {name.partition('.')[0]}, which is not installed ({error}); "
-            "pip install 'amx-sft-moe[profile]' brings it"
+            "install the package with its extra [profile] (pip install '.[profile]' in a clone)"
         ) from error
 
 
