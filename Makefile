@@ -26,7 +26,7 @@ WHEEL_PYTHONS ?= $(PYTHON)
 # Several goals configure and build in the same folder. What they start has $(JOBS) of its own.
 .NOTPARALLEL:
 
-.PHONY: finetune test test-cpp test-python test-full test-hypothesis peft-versions asan tsan fuzz matrix qemu lint types tidy coverage \
+.PHONY: finetune test test-cpp test-python test-full test-hypothesis peft-versions soft-avx512 asan tsan fuzz matrix qemu lint types tidy coverage \
   mutation bench wheel clean help
 
 help:
@@ -39,6 +39,7 @@ help:
 	@echo "make matrix      a program by each compiler found, C++20 and C++23, strict warnings"
 	@echo "make qemu        one binary on emulated CPUs from SSE2 to AVX2"
 	@echo "make peft-versions  adapters and hook with PEFT 0.18 to 0.20"
+	@echo "make soft-avx512  the C++ tests with the kernels of AVX512 and AMX in software: on CPUs without either"
 	@echo "make bench       GEMM forms and one operator step beside this machine's limits"
 	@echo "make wheel       sdist and wheels into dist/, tried without a compiler; WHEEL_PYTHONS='python3.11 python3.13'"
 	@echo "make lint        clang-format, ruff, types"
@@ -64,7 +65,7 @@ test-python: test-cpp $(VENV)/installed
 	  "tests would be left out: rm $(VENV)/installed, then again" >&2; exit 1; }
 	AMX_EMULATOR_LIBRARY="$(EMULATOR)" $(BIN)/python -m pytest -q tests/python
 
-test-full: test lint tidy matrix qemu asan tsan fuzz test-hypothesis peft-versions
+test-full: test lint tidy matrix qemu soft-avx512 asan tsan fuzz test-hypothesis peft-versions
 
 # 0.19.1 loads adapters of fused experts with the transformers of its day only.
 peft-versions: $(VENV)/installed
@@ -87,6 +88,17 @@ asan: $(VENV)/onednn
 	  -DAMX_SFT_MOE_SANITIZE=address,undefined -DAMX_SFT_MOE_BENCHMARKS=OFF
 	$(BIN)/cmake --build $(BUILD)-asan -j $(JOBS)
 	OMP_WAIT_POLICY=passive $(BIN)/ctest --test-dir $(BUILD)-asan --output-on-failure -j $(JOBS)
+
+# The kernels of AVX512 and, with the emulator, of AMX where the CPU has AVX2 only.
+soft-avx512: $(VENV)/tools
+	@if [ ! -e /usr/include/simde/x86/avx512.h ]; then \
+	  echo "installing libsimde-dev by apt"; \
+	  $(SUDO) apt-get update -q && $(SUDO) env DEBIAN_FRONTEND=noninteractive apt-get install -y -q libsimde-dev; \
+	fi
+	$(BIN)/cmake -S . -B $(BUILD)-soft -G Ninja -DCMAKE_BUILD_TYPE=Release -DAMX_SFT_MOE_SOFT_AVX512=ON \
+	  -DAMX_SFT_MOE_ONEDNN=OFF -DAMX_SFT_MOE_BENCHMARKS=OFF -DAMX_SFT_MOE_EXAMPLES=OFF
+	$(BIN)/cmake --build $(BUILD)-soft -j $(JOBS)
+	OMP_WAIT_POLICY=passive $(BIN)/ctest --test-dir $(BUILD)-soft --output-on-failure -j $(JOBS) -E consumers
 
 # GCC's ThreadSanitizer does not understand libgomp. With archer it sees what libomp orders. oneDNN brings the other
 # OpenMP library along.

@@ -54,6 +54,8 @@
 #define AMX_SFT_MOE_TARGET_AVX512_BF16 \
   __attribute__((target("avx512f,avx512bw,avx512dq,avx512vl,avx512bf16,fma")))
 #define AMX_SFT_MOE_INLINE inline __attribute__((always_inline))
+// A vector whose origin the compiler shall not know: it is neither loaded nor broadcast again.
+#define AMX_SFT_MOE_HIDE_ORIGIN(vector) __asm__("" : "+v"(vector))
 
 #if defined(__clang__)
 #define AMX_SFT_MOE_UNROLL _Pragma("clang loop unroll(full)")

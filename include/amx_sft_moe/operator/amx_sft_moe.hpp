@@ -11,6 +11,7 @@
 // inputs and kernel only: the same bits for every number of threads.
 #pragma once
 
+#include <algorithm>
 #include <memory>
 #include <utility>
 
@@ -169,7 +170,8 @@ class AMX_SFT_MOE {
 
   moe::Step<Kernel> begin_step(const Routing& routing, const SavedActivations<Stored>& saved,
                                StepTimer& timer) {
-    const int threads = config_.num_threads > 0 ? config_.num_threads : parallel::default_num_threads();
+    const int threads =
+        config_.num_threads > 0 ? config_.num_threads : std::min(parallel::default_num_threads(), kMaxThreads);
     workspace_->reserve_threads(threads);
     return {config_.hidden_size,
             config_.intermediate_size,

@@ -23,7 +23,7 @@ struct Config {
   std::optional<index_t> max_tokens = {};  // refuse more tokens a call than this; unset: buffers grow
   index_t cache_depth = 1;  // how many forwards may wait for their backward; memory grows with use
   Activation activation = SiluGlu{};
-  int num_threads = 0;    // at most kMaxThreads; 0: as many as OpenMP would use at the time of the call
+  int num_threads = 0;    // at most kMaxThreads; 0: as many of them as OpenMP would use at the time of the call
   std::string name = {};  // of the layer, for dumps
   // Record what each thread did, task by task; on in any case where a trace or a JSON dump writes it.
   bool record_spans = false;

@@ -37,10 +37,10 @@ struct Avx2Microkernel : StripTiles<Avx2Microkernel, float, 6, 1, 16>,
     for (; steps >= kStepsATurn; steps -= kStepsATurn, a += kStepsATurn) {
       ahead.turn();
       AMX_SFT_MOE_UNROLL_4
-      for (index_t k = 0; k < kStepsATurn; ++k, strip += kCols) step<Rows>(a + k, a_stride, strip, sum);
+      for (index_t k = 0; k < kStepsATurn; ++k, strip += kCols) step(a + k, a_stride, strip, sum);
     }
     if (steps > 0) ahead.turn();
-    for (index_t k = 0; k < steps; ++k, strip += kCols) step<Rows>(a + k, a_stride, strip, sum);
+    for (index_t k = 0; k < steps; ++k, strip += kCols) step(a + k, a_stride, strip, sum);
     AMX_SFT_MOE_UNROLL
     for (int r = 0; r < Rows; ++r) {
       _mm256_storeu_ps(c.data + r * c.stride, sum[r][0]);
@@ -50,14 +50,14 @@ struct Avx2Microkernel : StripTiles<Avx2Microkernel, float, 6, 1, 16>,
 
  private:
   // The products of one step along K.
-  template <int Rows>
+  template <std::size_t Rows>
   AMX_SFT_MOE_INLINE AMX_SFT_MOE_TARGET_AVX2 static void step(const float* a, index_t a_stride,
                                                               const float* strip, __m256 (&sum)[Rows][2]) {
     const __m256 low = _mm256_loadu_ps(strip);
     const __m256 high = _mm256_loadu_ps(strip + 8);
     AMX_SFT_MOE_UNROLL
-    for (int r = 0; r < Rows; ++r) {
-      const __m256 value = _mm256_set1_ps(a[r * a_stride]);
+    for (std::size_t r = 0; r < Rows; ++r) {
+      const __m256 value = _mm256_set1_ps(a[static_cast<index_t>(r) * a_stride]);
       sum[r][0] = _mm256_fmadd_ps(value, low, sum[r][0]);
       sum[r][1] = _mm256_fmadd_ps(value, high, sum[r][1]);
     }

@@ -21,7 +21,7 @@ AMX_SFT_MOE_INLINE AMX_SFT_MOE_TARGET_AVX512 void dot_line(__m512 (&sum)[Rows][T
   for (std::size_t t = 0; t < Tokens; ++t) {
     __m512 value = _mm512_loadu_ps(x + static_cast<index_t>(2 * t + Half) * (kLine / 2));
     // GCC would load it once for each row, and loads are what there are too many of.
-    __asm__("" : "+v"(value));
+    AMX_SFT_MOE_HIDE_ORIGIN(value);
     AMX_SFT_MOE_UNROLL
     for (std::size_t r = 0; r < Rows; ++r) sum[r][t] = _mm512_fmadd_ps(line[r], value, sum[r][t]);
   }

@@ -48,7 +48,7 @@ struct Avx512Bf16Microkernel : StripTiles<Avx512Bf16Microkernel, bf16, 6, 4, 4> 
           std::memcpy(&pair, a + r * a_stride + 2 * k, sizeof(pair));
           __m512i pairs = _mm512_set1_epi32(pair);
 #if defined(__clang__) && __clang_major__ < 19  // clang 16 crashes where it sees a broadcast turn into bf16
-          __asm__("" : "+v"(pairs));
+          AMX_SFT_MOE_HIDE_ORIGIN(pairs);
 #endif
           const auto both = reinterpret_cast<__m512bh>(pairs);
           AMX_SFT_MOE_UNROLL
