@@ -12,7 +12,8 @@ from amx_sft_moe.info import as_text, info
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs one command and returns its exit status: 1 where it needs a package that is not installed."""
+    """Runs one command and returns its exit status: 1 where it needs a package that is not installed, 130 after
+    Ctrl-C."""
     try:
         return _run(list(sys.argv[1:] if arguments is None else arguments))
     except ModuleNotFoundError as error:
@@ -24,6 +25,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
             "[train] (pip install '.[train]' in a clone)\n"
         )
         return 1
+    except KeyboardInterrupt:  # while a command is imported, which may take seconds
+        sys.stderr.write("\ninterrupted\n")
+        return 130
 
 
 def _run(arguments: list[str]) -> int:

@@ -16,10 +16,11 @@ from typing import Any
 
 import torch
 from torch._C._autograd import _profiler_enabled
-from torch.autograd.function import once_differentiable
+from torch.autograd import forward_ad
 from torch.autograd.profiler import record_function
 
 from amx_sft_moe import _core
+from amx_sft_moe.errors import ArgumentError
 from amx_sft_moe.layer import ExpertBiases, ExpertWeights, Weight
 
 _NUM_FACTORS = 6
@@ -153,8 +154,13 @@ class _Experts(torch.autograd.Function):
         return y
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, grad_y: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        with torch.no_grad():
+            grads = _Experts._gradients(ctx, grad_y)
+        return _not_differentiable(grads) if torch.is_grad_enabled() else grads
+
+    @staticmethod
+    def _gradients(ctx: Any, grad_y: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         x, expert_ids, routing_weights, saved, *parameters = ctx.saved_tensors
         shared_a, scaling = ctx.lora
         needs = ctx.needs_input_grad
@@ -163,6 +169,33 @@ class _Experts(torch.autograd.Function):
             ctx.experts, shared_a, scaling, x, expert_ids, routing_weights, saved, grad_y, parameters, wanted
         )
         return None, None, grad_x, None, grad_weights, *grads
+
+
+def _not_differentiable(grads: tuple[torch.Tensor | None, ...]) -> tuple[torch.Tensor | None, ...]:
+    """The gradients of a backward with ``create_graph``, which raise where they are differentiated.
+
+    torch's once_differentiable does the same only where grad_y requires a gradient. It need not: the gradients
+    depend on x and the parameters too, and a penalty on them would be without effect, silently.
+    """
+    refuse = torch._C._functions.DelayedError(
+        b"amx_sft_moe: expected one derivative of the experts, got a second: their gradients are not "
+        b"differentiable (create_graph=True)",
+        len(grads),
+    )
+    inputs: list[Any] = [None if grad is None else grad.detach().requires_grad_() for grad in grads]
+    return tuple(refuse(*inputs))
+
+
+def _require_no_tangents(inputs: Sequence[torch.Tensor | None]) -> None:
+    """Refuses inputs of forward-mode AD, whose tangents the operator would drop."""
+    if forward_ad._current_level < 0:
+        return
+    for tensor in inputs:
+        if tensor is not None and forward_ad.unpack_dual(tensor).tangent is not None:
+            raise ArgumentError(
+                "sft_moe: expected inputs without tangents, as it has no forward-mode derivative, got a dual "
+                f"tensor of shape {list(tensor.shape)}"
+            )
 
 
 def _for_core(
@@ -235,7 +268,9 @@ def sft_moe(
     factors, biases and base weights.
 
     Gradients have the dtype of what they are of, and only those needed are computed. Where nothing requires a
-    gradient, or under ``torch.no_grad()``, nothing is saved. Not differentiable twice.
+    gradient, or under ``torch.no_grad()``, nothing is saved. Not differentiable twice: of a
+    backward with ``create_graph=True`` the gradients raise RuntimeError where they are differentiated. Nor in
+    forward mode: dual tensors are refused.
 
     Args:
         experts: the base weights.
@@ -260,6 +295,7 @@ def sft_moe(
         given = experts.weights if weights is None else weights
         return compiled.sft_moe(compiled.in_graph(experts), *inputs, lora, biases, given)
     parameters = (*lora.factors, *biases.tensors(), *experts.inputs(weights))
+    _require_no_tangents((x, routing_weights, *parameters))
     if torch.is_grad_enabled() and any(
         t is not None and t.requires_grad for t in (x, routing_weights, *parameters)
     ):

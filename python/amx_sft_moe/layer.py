@@ -72,8 +72,8 @@ class _ThreadState(threading.local):
 
     def __init__(self) -> None:
         self.workspace = _core.Workspace()
-        # Each with the addresses and the name that it was given.
-        self.operators: weakref.WeakKeyDictionary[ExpertWeights, tuple[_core.SftMoe, tuple[int, ...], str]] = (
+        # Each with the memory and the name that it was given.
+        self.operators: weakref.WeakKeyDictionary[ExpertWeights, tuple[_core.SftMoe, tuple[Any, ...], str]] = (
             weakref.WeakKeyDictionary()
         )
         self.collects_times = False
@@ -102,8 +102,9 @@ class ExpertWeights:
     ``[E, I, H]``, and ``down_proj [E, H, I]``; CPU tensors, all bfloat16 or all float32. Each is one stacked
     tensor or a sequence of one matrix per expert, such as views of mapped files.
 
-    The tensors are kept, not copied. A parameter whose memory moves (``.to()``, FSDP, merging) is noticed at
-    the next use; the matrices of a sequence must stay in place.
+    The tensors are kept, not copied. A parameter whose memory moves or changes its dtype, shape or strides
+    (``.to()``, FSDP, merging, ``.data``) is noticed at the next use; the matrices of a sequence must stay in
+    place.
 
     Weights and ``biases`` that require a gradient receive one, those that do not are frozen. Weights as one
     matrix per expert are always frozen.
@@ -196,11 +197,15 @@ class ExpertWeights:
     def operator(self) -> _core.SftMoe:
         """The calling thread's operator, its base weights where they are now."""
         state = _of_this_thread
-        addresses = tuple(
-            [weight.data_ptr() if isinstance(weight, torch.Tensor) else 0 for weight in self._weights.values()]
+        # Not addresses alone: .data may be given less of the same memory. Matrices of a sequence stay in place.
+        memory = tuple(
+            [
+                _memory_of(weight) if isinstance(weight, torch.Tensor) else None
+                for weight in self._weights.values()
+            ]
         )
         found = state.operators.get(self)
-        if found is not None and found[1] == addresses and found[2] is self.name:
+        if found is not None and found[1] == memory and found[2] is self.name:
             return found[0]
         made = found[0] if found is not None else None
         if made is None:
@@ -215,5 +220,5 @@ class ExpertWeights:
             weights.get("gate_up_proj"),
             _core.Biases(self.biases.tensors()),
         )
-        state.operators[self] = (made, addresses, self.name)
+        state.operators[self] = (made, memory, self.name)
         return made

@@ -38,6 +38,9 @@ class SftMoeExperts(nn.Module):
     I]``, ``down_lora_b [E, H, r]``, or with ``shared_lora_a`` ``gate_up_lora_a [E, r, H]``, ``gate_up_lora_b
     [E, 2I, r]``; the biases that were given.
 
+    A base weight or bias may be replaced by assignment; the old one is let go at once, or with the last graph
+    that has yet to run backward.
+
     Args:
         top_k: routes per token.
         gate_up_proj: ``[E, 2I, H]``, gate rows first; or
@@ -165,6 +168,8 @@ class SftMoeExperts(nn.Module):
             expert_ids: ``[T, k]`` int64 or int32, T the number of tokens in x.
             routing_weights: ``[T, k]`` float32 or bfloat16.
         """
+        if x.dim() == 0:
+            raise ArgumentError(f"x: expected [..., {self.hidden_size}], got shape {list(x.shape)}")
         names = _SHARED if self.shared_lora_a else _SEPARATE
         factors = tuple([None if name is None else getattr(self, name) for name in names])
         lora = LoraFactors(factors, self.shared_lora_a and self.lora_rank > 0, (self.scaling,) * 3)
@@ -175,6 +180,12 @@ class SftMoeExperts(nn.Module):
             inputs = tokens, expert_ids, routing_weights
             return compiled.sft_moe(compiled.in_graph(self), *inputs, lora, biases, weights).view(x.shape)
         return sft_moe(self.experts(), tokens, expert_ids, routing_weights, lora).view(x.shape)
+
+    def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
+        """torch's, where assignments arrive too: a base weight or bias that is replaced is let go at once."""
+        super().register_parameter(name, param)
+        if name in _BASE_NAMES or name in _BIAS_NAMES:
+            self._experts = None
 
     def __getstate__(self) -> dict[str, Any]:
         # Copies and pickles make operators of their own: this one's views are of this module's tensors.

@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.autograd import forward_ad
 
 import amx_sft_moe
 from amx_sft_moe import ArgumentError
@@ -187,8 +188,31 @@ def test_retained_graph_and_second_derivative() -> None:
     (grad,) = torch.autograd.grad(
         call(experts, layer, leaves).float().square().sum(), leaves["grad_x"], create_graph=True
     )
-    with pytest.raises(RuntimeError, match="once_differentiable"):
+    with pytest.raises(RuntimeError, match="expected one derivative"):
         grad.sum().backward()
+
+
+def test_gradient_penalty_is_refused() -> None:
+    """There grad_y requires no gradient, but what the first derivative depends on does."""
+    layer = make_layer(SIZES)
+    experts, leaves = frozen(layer), leaves_of(layer)
+    y = call(experts, layer, leaves)
+    grads = torch.autograd.grad(y.sum(), leaves.values(), create_graph=True)
+    expected = torch.autograd.grad(call(experts, layer, leaves).sum(), leaves.values())
+    assert all(torch.equal(a, b) for a, b in zip(grads, expected, strict=True))
+    for grad in grads:
+        with pytest.raises(RuntimeError, match="expected one derivative"):
+            (y.sum() + grad.pow(2).sum()).backward(retain_graph=True)
+
+
+def test_forward_mode_is_refused() -> None:
+    layer = make_layer(SIZES)
+    experts = frozen(layer)
+    with forward_ad.dual_level():
+        assert sft_moe(experts, layer.x, layer.expert_ids, layer.routing_weights).shape == layer.x.shape
+        x = forward_ad.make_dual(layer.x, torch.ones_like(layer.x))
+        with pytest.raises(ArgumentError, match=r"expected inputs without tangents.*\[12, "):
+            sft_moe(experts, x, layer.expert_ids, layer.routing_weights)
 
 
 def test_change_between_forward_and_backward_is_noticed() -> None:
@@ -373,6 +397,45 @@ def test_parameters_may_move() -> None:
     wide = experts(layer.x.float(), *inputs[1:])
     assert wide.dtype == torch.float32
     torch.testing.assert_close(wide, y.float(), rtol=3e-2, atol=3e-2)
+
+
+def test_data_of_another_kind_at_the_same_address() -> None:
+    layer = make_layer(SIZES, dtype=torch.float32)
+    experts = module(layer)
+    experts.reset_lora_parameters()
+    inputs = (layer.x, layer.expert_ids, layer.routing_weights)
+    y = experts(*inputs)
+    whole = experts.gate_up_proj.data
+    halved = whole.view(torch.bfloat16)[..., : whole.shape[2]]
+    for other in (whole[:2], halved):
+        experts.gate_up_proj.data = other
+        with pytest.raises((ArgumentError, TypeError), match=r"gate_up_proj|down_proj"):
+            experts(*inputs)
+    experts.gate_up_proj.data = whole
+    assert torch.equal(experts(*inputs), y)
+    experts.gate_up_proj.data = whole.as_strided(whole.shape, (0, *whole.stride()[1:]))
+    expected = SftMoeExperts(
+        experts.top_k, gate_up_proj=whole[:1].expand_as(whole).clone(), down_proj=experts.down_proj
+    )
+    assert torch.equal(experts(*inputs), expected(*inputs))
+
+
+def test_replaced_parameters_are_let_go() -> None:
+    layer = make_layer(SIZES)
+    experts = module(layer)
+    experts.reset_lora_parameters()
+    experts(layer.x, layer.expert_ids, layer.routing_weights)
+    old = weakref.ref(experts.down_proj)
+    experts.down_proj = nn.Parameter(torch.zeros_like(experts.down_proj), requires_grad=False)
+    gc.collect()
+    assert old() is None, "at once, not at the next forward"
+    assert not experts(layer.x, layer.expert_ids, layer.routing_weights).any()
+
+
+def test_an_input_without_dimensions() -> None:
+    layer = make_layer(SIZES)
+    with pytest.raises(ArgumentError, match=r"x: expected \[\.\.\., \d+\], got shape \[\]"):
+        module(layer)(torch.tensor(1.0), layer.expert_ids, layer.routing_weights)
 
 
 @pytest.mark.parametrize(

@@ -168,6 +168,16 @@ def test_our_own_module() -> None:
     assert found.notes == ()
 
 
+def test_our_own_module_alone() -> None:
+    weights = {"gate_up_proj": torch.zeros(E, 2 * INNER, H), "down_proj": torch.zeros(E, H, INNER)}
+    found = prepare(SftMoeExperts(2, **weights, lora_rank=4))
+    assert {part.key.group for part in found.parts} == {"routed experts"}
+    assert len(trained(found)) == 3
+    assert found.notes == ()
+    with pytest.raises(amx_sft_moe.ArgumentError, match=r'target_parameters=\["gate_up_proj", "down_proj"\]'):
+        prepare(SftMoeExperts(2, **weights))
+
+
 # --- refusals ---
 
 
@@ -204,7 +214,9 @@ def test_arguments() -> None:
         prepare("model")
     for options, message in (
         ({"optimizer": "lion"}, "optimizer: expected one of adamw, .* got 'lion'"),
-        ({"optimizer": -1}, "optimizer: expected at least 0"),
+        ({"optimizer": -1}, "optimizer: expected a finite number of at least 0 .*, got -1"),
+        ({"optimizer": float("inf")}, "optimizer: expected a finite number of at least 0 .*, got inf"),
+        ({"optimizer": float("nan")}, "optimizer: expected a finite number of at least 0 .*, got nan"),
         ({"batch_size": 0}, "batch_size"),
         ({"sequence_length": -1}, "sequence_length"),
         ({"top_k": 0}, "top_k"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import re
 import subprocess
 import sys
@@ -61,7 +62,17 @@ def test_options() -> None:
 
 @pytest.mark.parametrize(
     "arguments",
-    ["--shape large", "--tokens 0", "--iterations 0", "--alpha -1", "--top-k 9 --experts 8", "--memory nan"],
+    [
+        "--shape large",
+        "--tokens 0",
+        "--iterations 0",
+        "--alpha -1",
+        "--top-k 9 --experts 8",
+        "--memory nan",
+        "--memory 1e300",
+        f"--seed {2**63}",
+        "--threads 4097",
+    ],
 )
 def test_options_that_are_refused(arguments: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as stop:
@@ -240,6 +251,30 @@ def test_the_command_says_what_is_wrong(
     monkeypatch.setattr(experiment, "check", lambda *ignored: {"y": 0.5})
     assert cli.main(small) == 1
     assert "WRONG; largest relative error 5.0e-01 (y)" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("names", [("y", "grad_x"), ("grad_x", "y")])
+def test_nan_is_the_largest_error(names: tuple[str, str]) -> None:
+    """Whatever stands before or after it."""
+    errors = {name: math.nan if name == "y" else 0.5 for name in names}
+    options = parse(["--shape", "small"])
+    assert not passed(errors, options)
+    assert "WRONG; largest relative error nan (y)" in report.check(errors, options, ok=False)
+
+
+def test_an_interrupt_before_the_command_runs(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Imports take long; there is no command yet that could answer to Ctrl-C."""
+
+    def interrupted(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("amx_sft_moe.profile.main", interrupted)
+    monkeypatch.setattr("amx_sft_moe.__main__.info", interrupted)
+    for command in ("profile", "info"):
+        assert main([command]) == 130
+        assert capsys.readouterr().err == "\ninterrupted\n"
 
 
 def test_options_need_no_torch() -> None:

@@ -9,6 +9,7 @@ import os
 import re
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -219,7 +220,10 @@ class TestRefusals:
             (["--filter-time", "5"], "a time window is BEGIN/END"),
             (["--filter-time", "9s/"], "nothing of it passes the filters"),
             (["--filter-thread", "x"], "threads are numbers"),
+            (["--filter-thread", "9" * 5000], "threads are numbers"),
             (["--filter-nvtx", "nowhere"], "there is no range 'nowhere'"),
+            (["--filter-nvtx", "forward/²"], "there is no range 'forward/²'"),
+            (["--filter-nvtx", "forward/" + "9" * 5000], "there is no range 'forward/999"),
             (["--skip", "6"], "--skip 6 leaves no pass"),
         ],
     )
@@ -228,6 +232,7 @@ class TestRefusals:
         assert (status, out) == (1, "")
         assert err.startswith("error: ")
         assert message in err
+        assert len(err.splitlines()) == 1
 
     @pytest.mark.parametrize(
         "options",
@@ -238,6 +243,8 @@ class TestRefusals:
             ["--skip", "-1"],
             ["--rows", "x"],
             ["--max-ranges", "0"],
+            ["--html", ""],
+            ["--html", "/"],
         ],
     )
     def test_wrong_options(self, capsys, path, options):
@@ -299,6 +306,14 @@ class TestProcess:
             process.stdout.close()
             assert process.stderr.read() == b""
         assert process.returncode == 0
+
+    @pytest.mark.skipif(not Path("/dev/full").exists(), reason="no /dev/full")
+    def test_a_full_disk(self, path):
+        command = [sys.executable, "-m", "amx_sft_moe", "timeline", str(path)]
+        with open("/dev/full", "w") as full:
+            done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, check=False)
+        assert done.returncode == 1
+        assert done.stderr == "error: standard output: No space left on device\n"
 
     def test_torch_and_matplotlib_are_not_imported(self, path):
         code = (

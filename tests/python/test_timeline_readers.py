@@ -108,6 +108,28 @@ class TestFormatsAgree:
         )
         assert lines["wait_ns"].sum() == expected
 
+    @pytest.mark.parametrize("idle", [(1, 2, 3), (0,)])
+    def test_threads_without_work_wait_too(self, records, tmp_path, idle):
+        """They have a part of the region and no phases; a caller without phases has no end of its own."""
+        for record in records:
+            for region in record["regions"]:
+                for thread in region["threads"]:
+                    if region["parallel"] and thread["thread"] in idle:
+                        thread.update(begin_ns=thread["end_ns"], busy_ns={}, spans=[])
+        lines = timeline.read(write_lines(tmp_path / "f", records))
+        trace = timeline.read(write_trace(tmp_path / "g", records))
+        keys = ["pass", "group"]
+        ours, theirs = (
+            read.waits.astype({"group": str}).set_index(keys).sort_index() for read in (lines, trace)
+        )
+        assert list(ours.index) == list(theirs.index)
+        for column in ("thread_ns", "serial_ns"):
+            assert theirs[column].tolist() == ours[column].tolist()
+        assert (ours["wait_ns"] - theirs["wait_ns"]).abs().max() < 1000
+        busy = [read.thread_waits.groupby("thread")["busy_ns"].sum().to_dict() for read in (lines, trace)]
+        assert busy[0] == busy[1]
+        assert all((busy[0][thread] == 0) == (thread in idle) for thread in busy[0])
+
     def test_work_of_lines_and_trace(self, records, tmp_path):
         lines = timeline.read(write_lines(tmp_path / "f", records)).phases
         trace = timeline.read(write_trace(tmp_path / "g", records)).phases

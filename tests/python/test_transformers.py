@@ -287,6 +287,19 @@ def test_weights_may_be_replaced_and_moved() -> None:
         torch.testing.assert_close(model(**batch()).logits.float(), first, rtol=0.1, atol=0.1)
 
 
+def test_data_of_another_shape_at_the_same_address() -> None:
+    model = base_model(OURS)
+    with torch.no_grad():
+        first = model(**batch()).logits
+        down = model.model.layers[0].mlp.experts.down_proj
+        data = down.data
+        down.data = data[:1]
+        with pytest.raises(Exception, match=r"down_proj|shape|size|index"):
+            model(**batch())
+        down.data = data
+        assert torch.equal(model(**batch()).logits, first)
+
+
 def test_two_models_in_two_threads() -> None:
     models = [base_model(OURS, seed=seed).eval() for seed in (0, 1)]
     with torch.no_grad():

@@ -69,7 +69,7 @@ def _state_of(weights: Mapping[str, torch.Tensor], top_k: int) -> tuple[Any, ...
     return top_k, *[
         part
         for weight in weights.values()
-        for part in (id(weight), address_of(weight), weight.dtype, weight.stride())
+        for part in (id(weight), address_of(weight), weight.dtype, weight.shape, weight.stride())
     ]
 
 
@@ -80,6 +80,7 @@ class ExpertsHook:
         self._kernel = kernel
         self._num_threads = num_threads
         # Keyed weakly by the experts module: what it holds dies with the model, and copies make their own.
+        # Parameters that are replaced live on in here until the module's next call.
         self._layers: weakref.WeakKeyDictionary[nn.Module, _Layer] = weakref.WeakKeyDictionary()
         self._in_graphs: weakref.WeakKeyDictionary[nn.Module, _LayerInGraph] = weakref.WeakKeyDictionary()
         self._warned: set[str] = set()

@@ -20,6 +20,7 @@ from amx_sft_moe.integrations.trained_parts import (
     SHARED,
     Part,
     RoutedExperts,
+    is_within,
     lora_ranks,
     parts_of,
     routed_experts,
@@ -169,7 +170,8 @@ def _how_to_target(experts: RoutedExperts) -> str:
     if not experts.fused:
         return f"To train them, name the projections below {block} in LoraConfig's target_modules"
     names = [name for name, p in experts.module._parameters.items() if p is not None and p.dim() == 3]
-    targets = ", ".join(f'"{block}.{name}"' for name in names if not name.endswith(("_lora_a", "_lora_b")))
+    prefix = f"{block}." if block else ""
+    targets = ", ".join(f'"{prefix}{name}"' for name in names if not name.endswith(("_lora_a", "_lora_b")))
     return f"To train them: LoraConfig(target_parameters=[{targets}], ...)"
 
 
@@ -252,7 +254,7 @@ def _notes(experts: list[RoutedExperts], parts: list[Part]) -> Iterable[str]:
     trains = {part.key.group for part in parts if part.key.how}
     there = {part.key.group for part in parts}
     routed = {m for part in parts if part.key.group == ROUTED and part.key.how for m in part.modules}
-    layers = [one for one in experts if any((m + ".").startswith(one.name + ".") for m in routed)]
+    layers = [one for one in experts if any(is_within(m, one.name) for m in routed)]
     if len(layers) < len(experts):
         yield f"routed experts train in {len(layers)} of {len(experts)} layers"
     targets = {part.key.target for part in parts if part.key.group == ROUTED and part.key.how}

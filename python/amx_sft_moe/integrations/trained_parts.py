@@ -160,7 +160,7 @@ class _Groups:
                 # The router holds its matrix in a layer of its own.
                 module = block
                 block, _, leaf = module.rpartition(".")
-            if parameter.shape[0] == self._beside.get(block) and "shared" not in leaf:
+            if parameter.shape[0] == self._beside.get(block) and leaf and "shared" not in leaf:
                 yield module
 
 
@@ -197,7 +197,7 @@ def _target(name: str, modules: dict[str, nn.Module]) -> tuple[str, str]:
 def _way(name: str, modules: dict[str, nn.Module]) -> str:
     if ".modules_to_save." in name:
         return "full (a copy)"
-    for parent in _parents(name):
+    for parent in filter(None, _parents(name)):
         if hasattr(modules.get(parent), "base_layer") and not name.startswith(f"{parent}.base_layer"):
             return f"adapter {type(modules[parent]).__name__}"
     return "full"
@@ -212,6 +212,12 @@ def _leaf(name: str) -> str:
 
 
 def _parents(name: str) -> Iterator[str]:
-    while "." in name:
+    """Names of the modules that a parameter lies in, the innermost first, and last ``""``, the model itself."""
+    while name:
         name = name.rpartition(".")[0]
         yield name
+
+
+def is_within(name: str, outer: str) -> bool:
+    """Whether ``name`` is the module ``outer`` or lies in it; ``""`` is the whole model."""
+    return not outer or (name + ".").startswith(outer + ".")

@@ -74,7 +74,7 @@ def optimizer_bytes(optimizer: str | float, parameters: int, parameter_bytes: in
     """Bytes of an optimizer's state: by name as torch keeps it, or bytes a trained parameter.
 
     Raises:
-        ArgumentError: the name is unknown, or the number negative.
+        ArgumentError: the name is unknown, or the number negative or not finite.
     """
     if isinstance(optimizer, str):
         if optimizer not in OPTIMIZERS:
@@ -84,8 +84,10 @@ def optimizer_bytes(optimizer: str | float, parameters: int, parameter_bytes: in
         return OPTIMIZERS[optimizer] * parameter_bytes
     if isinstance(optimizer, bool) or not isinstance(optimizer, (int, float)):
         raise ArgumentError(f"optimizer: expected a name or bytes a parameter, got {optimizer!r}")
-    if not optimizer >= 0:
-        raise ArgumentError(f"optimizer: expected at least 0 bytes a parameter, got {optimizer}")
+    if not 0 <= optimizer * max(parameters, 1) < float("inf"):
+        raise ArgumentError(
+            f"optimizer: expected a finite number of at least 0 bytes a parameter, got {optimizer}"
+        )
     return round(optimizer * parameters)
 
 

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from amx_sft_moe.arguments import MAX_INDEX, MAX_THREADS
 from amx_sft_moe.system.process import DEFAULT_THREADS, default_threads
 
 from .shapes import PUBLISHED, SHAPES, LayerShape
@@ -35,11 +36,13 @@ class Options:
     machine: bool = True  # measure the machine's peaks
 
 
-def _at_least(smallest: int) -> Any:
+def _at_least(smallest: int, largest: int = MAX_INDEX) -> Any:
     def integer(text: str) -> int:
         value = int(text)  # argparse turns a ValueError into its own message
         if value < smallest:
             raise argparse.ArgumentTypeError(f"{value} is less than {smallest}")
+        if value > largest:
+            raise argparse.ArgumentTypeError(f"{value} is more than {largest}")
         return value
 
     return integer
@@ -50,6 +53,14 @@ def _positive(text: str) -> float:
     if not 0 < value < float("inf"):
         raise argparse.ArgumentTypeError(f"{text} is not a positive number")
     return value
+
+
+def _gigabytes(text: str) -> int:
+    """In bytes."""
+    size = _positive(text) * 1e9
+    if size > MAX_INDEX:
+        raise argparse.ArgumentTypeError(f"{text} is more than {MAX_INDEX // 10**9} GB")
+    return int(size)
 
 
 def parser() -> argparse.ArgumentParser:
@@ -74,13 +85,13 @@ def parser() -> argparse.ArgumentParser:
     add("--alpha", type=_positive, help=f"scaling is alpha / rank (default: {new.alpha:g})")
     add("--dtype", choices=DTYPES, help=f"of weights and activations (default: {new.dtype})")
     add("--lora-dtype", choices=DTYPES, help=f"of the LoRA factors (default: {new.lora_dtype})")
-    add("--memory", type=_positive, metavar="GB", help="to use at most (default: 3/4 of what is available)")
+    add("--memory", type=_gigabytes, metavar="GB", help="to use at most (default: 3/4 of what is available)")
     add = result.add_argument_group("the experiment").add_argument
     add("--check-tokens", type=_at_least(1), metavar="T", help=f"of the check (default: {new.check_tokens})")
     add("--tokens", type=_at_least(1), metavar="T", help=f"of the timing (default: {new.tokens})")
     add("--warmup", type=_at_least(0), metavar="N", help=f"iterations before timing (default: {new.warmup})")
     add("--iterations", type=_at_least(1), metavar="N", help=f"timed (default: {new.iterations})")
-    add("--threads", type=_at_least(1), metavar="N", help=f"(default: {DEFAULT_THREADS})")
+    add("--threads", type=_at_least(1, MAX_THREADS), metavar="N", help=f"(default: {DEFAULT_THREADS})")
     add("--kernel", metavar="NAME", help="of `python -m amx_sft_moe info` (default: auto)")
     add("--seed", type=_at_least(0), help=f"of weights, inputs and routing (default: {new.seed})")
     add("--no-machine", dest="machine", action="store_false", help="do not measure the machine's peaks")
@@ -96,7 +107,5 @@ def parse(argv: Sequence[str]) -> Options:
     shape = replace(shape, **sizes)
     if shape.top_k > shape.experts:
         command.error(f"--top-k: {shape.top_k} routes a token, but {shape.experts} experts")
-    if "memory" in given:
-        given["memory"] = int(given["memory"] * 1e9)
     given.setdefault("threads", default_threads())
     return replace(Options(), name=name, shape=shape, **given)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -61,7 +62,12 @@ def machine(found: dict[str, Any] | None, threads: int) -> str:
 
 def check(errors: dict[str, float], options: Options, ok: bool) -> str:
     """How far the operator was from float64."""
-    worst = max(errors, key=lambda name: errors[name] / allowed_error(name, options))
+
+    def excess(name: str) -> float:
+        # NaN is larger than any error, and max() would keep whichever comes first.
+        return math.inf if math.isnan(errors[name]) else errors[name] / allowed_error(name, options)
+
+    worst = max(errors, key=excess)
     allowed = allowed_error(worst, options)
     verdict = "ok" if ok else "WRONG"
     return (

@@ -45,6 +45,12 @@ def _positive(text: str) -> float:
     return value
 
 
+def _file(text: str) -> Path:
+    if not Path(text).name:
+        raise argparse.ArgumentTypeError(f"expected the name of a file, got {text!r}")
+    return Path(text)
+
+
 def _count(text: str, least: int = 0) -> int:
     value = int(text)
     if value < least:
@@ -100,7 +106,7 @@ def _parser() -> argparse.ArgumentParser:
         help="writes PREFIX_REPORT.csv and so on; - is standard output",
     )
     add("--rows", type=_count, default=30, help="most rows of text (30); 0: all")
-    add("--html", type=Path, metavar="FILE", help="one self-contained page with pictures and tables")
+    add("--html", type=_file, metavar="FILE", help="one self-contained page with pictures and tables")
     add("--png", type=Path, metavar="FOLDER", help="the pictures as PNG files")
     chosen = parser.add_argument_group("what is looked at")
     chosen.add_argument("--filter-name", metavar="REGEX", help="ranges and phases whose name it finds")
@@ -311,6 +317,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         sys.stderr.write("interrupted\n")
         return 130
     except BrokenPipeError:
-        # Whoever read us has enough (| head). The interpreter must not try to flush once more.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        _drop_output()  # whoever read us has enough (| head)
+    except OSError as error:  # files of ours are named by a TimelineError
+        sys.stderr.write(f"error: {error.filename or 'standard output'}: {error.strerror or error}\n")
+        _drop_output()
+        return 1
     return 0
+
+
+def _drop_output() -> None:
+    """What is left in the buffer goes nowhere: the interpreter would try to flush it once more."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

@@ -40,9 +40,9 @@ def parse_threads(text: str) -> frozenset[int]:
     """``"0,2,4-7"`` as a set of thread numbers."""
     numbers: set[int] = set()
     for part in text.split(","):
-        found = re.fullmatch(r"\s*(\d+)(?:\s*-\s*(\d+))?\s*", part)
+        found = re.fullmatch(r"\s*(\d{1,18})(?:\s*-\s*(\d{1,18}))?\s*", part)
         if found is None:
-            raise TimelineError(f"threads are numbers and spans such as 0,2,4-7; got {text!r}")
+            raise TimelineError(f"threads are numbers and spans such as 0,2,4-7; got {text[:100]!r}")
         first, last = int(found[1]), int(found[2] or found[1])
         if not first <= last <= first + 1_000_000:
             raise TimelineError(f"{part.strip()} is not a span of threads")

@@ -196,7 +196,7 @@ def _overlap_note(spans: pd.DataFrame, timeline: Timeline) -> None:
 
 
 def _phases_of_groups(ranges: pd.DataFrame, groups: pd.DataFrame, timeline: Timeline) -> None:
-    """The recorder's rule, and waiting: the time from a thread's last phase in a group to the group's end."""
+    """The recorder's rule, and waiting: the time from a thread's own end in a group to the group's end."""
     groups = groups.sort_values("begin_ns", kind="stable").reset_index(drop=True)
     phases = ranges[(ranges["kind"] == "phase") & (ranges["step"] >= 0)]
     group_of = _containing(phases, groups)
@@ -223,17 +223,43 @@ def _phases_of_groups(ranges: pd.DataFrame, groups: pd.DataFrame, timeline: Time
     ):
         found.add(number, str(name), float(end - begin), NOT_KNOWN, NOT_KNOWN, NOT_KNOWN)
     timeline.phases = found.frame()
-    _waits_of_groups(groups, phases, timeline)
+    members = ranges[(ranges["kind"] == "member") & (ranges["step"] >= 0)]
+    members = members[["thread", "end_ns"]].assign(group=_containing(members, groups))
+    # Where phases are missing or were filtered out, nobody's work is known, nor anybody's waiting.
+    members = members[members["group"].isin(phases["group"])]
+    _waits_of_groups(groups, _threads_of_groups(groups, phases, members), timeline)
 
 
-def _waits_of_groups(groups: pd.DataFrame, phases: pd.DataFrame, timeline: Timeline) -> None:
-    per_thread = (
-        phases.groupby(["group", "thread"]).agg(last=("end_ns", "max"), busy=("busy", "sum")).reset_index()
-    )
+def _threads_of_groups(groups: pd.DataFrame, phases: pd.DataFrame, members: pd.DataFrame) -> pd.DataFrame:
+    """A row for each thread of a group: group, thread, busy, and wait: from the thread's end to the group's.
+
+    Where a trace has a range for each thread's part, those and the caller are the threads, also the ones that
+    found nothing to do, and the ends are theirs. Only the caller's end is that of its last phase, as the group
+    itself is its range; what it did after or without one is not known and counts as no waiting. Elsewhere the
+    threads are those that have phases.
+    """
+    keys = ["group", "thread"]
+    found = phases.groupby(keys)["busy"].sum().to_frame().assign(wait=_from_last_end(phases, groups))
+    if len(members):
+        own = _from_last_end(members, groups)
+        callers = groups["thread"].loc[own.index.unique("group")]
+        index = found.index.union(own.index)
+        index = index.union(pandas().MultiIndex.from_arrays([callers.index, callers.to_numpy()], names=keys))
+        found = found.reindex(index)
+        found["wait"] = own.reindex(index).fillna(found["wait"])
+    return found.fillna(0.0).reset_index()
+
+
+def _from_last_end(rows: pd.DataFrame, groups: pd.DataFrame) -> pd.Series:
+    """Nanoseconds from the last end of each thread's rows in a group to the end of the group."""
+    left = (rows["group"].map(groups["end_ns"]) - rows["end_ns"]).clip(lower=0).astype("float64")
+    return rows[["group", "thread"]].assign(left=left).groupby(["group", "thread"])["left"].min()
+
+
+def _waits_of_groups(groups: pd.DataFrame, per_thread: pd.DataFrame, timeline: Timeline) -> None:
     threads = per_thread.groupby("group")["thread"].transform("count")
     length = groups["end_ns"] - groups["begin_ns"]
     per_thread["region"] = per_thread["group"].map(length).astype("float64")
-    per_thread["wait"] = (per_thread["group"].map(groups["end_ns"]) - per_thread["last"]).clip(lower=0)
     per_thread["pass"] = per_thread["group"].map(groups["step"])
     per_thread["process"] = per_thread["group"].map(groups["process"])
     per_thread["name"] = per_thread["group"].map(groups["name"].astype(object))
@@ -309,7 +335,7 @@ def inside_range(timeline: Timeline, text: str) -> None:
         TimelineError: there is no such range, or nothing runs inside.
     """
     name, slash, number = text.rpartition("/")
-    indexed = bool(slash) and number.isdigit()
+    indexed = bool(slash) and number.isdecimal() and len(number) <= 18  # more is no index, but part of a name
     name = name if indexed else text
     ranges = timeline.ranges
     outer = ranges[(ranges["name"] == name) & ranges["kind"].isin((*CPU_KINDS, "startend"))].sort_values(
