@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from pathlib import Path
 from types import SimpleNamespace
@@ -26,7 +27,8 @@ from adapter_cases import (
 )
 from amx_sft_moe import ArgumentError, StateError
 from amx_sft_moe.adapters import conversion, convert_adapter, load_base, merge_adapter, read_adapter
-from amx_sft_moe.adapters.adapter import same_bits
+from amx_sft_moe.adapters.adapter import Factors, same_bits
+from amx_sft_moe.adapters.fusing import folded, fused
 
 FORMATS = ("peft-fused", "per-expert", "ktransformers")
 WEIGHTS, KT = "adapter_model.safetensors", "fused_expert_lora.safetensors"
@@ -244,6 +246,52 @@ def test_a_rounded_type_is_said(tmp_path: Path) -> None:
     assert "bfloat16" in done.lost[0]
     done = convert_adapter(tmp_path / "bf16", tmp_path / "fp32", "peft-fused", dtype=torch.float32)
     assert done.lossless, "bfloat16 fits into float32"
+
+
+@pytest.mark.parametrize("to", FORMATS)
+def test_a_scaling_of_zero(to: str, tmp_path: Path) -> None:
+    """One layer's experts of lora_alpha 0, the first that is read: the others keep theirs."""
+    source, merged = stock_adapter(
+        "qwen3", json.dumps({"alpha_pattern": {"layers.0.mlp.experts.gate_up_proj": 0}})
+    )
+    done = convert_adapter(source, tmp_path / "there", to)
+    back = convert_adapter(tmp_path / "there", tmp_path / "back", "peft-fused")
+    assert back.lossless
+    assert largest_difference(stock_merge("qwen3", tmp_path / "back"), merged) <= 1e-6
+    assert done.lossless == (to == "peft-fused")
+    for line in done.lost:
+        assert re.search(r"layers\.0.*B became zero: its scaling of 0 had to become 2", line), line
+
+
+@pytest.mark.parametrize("zero", ["gate_proj", "up_proj"])
+def test_a_scaling_of_zero_of_gate_or_up(zero: str, tmp_path: Path) -> None:
+    layout = next(iter(load_base(checkpoint("qwen3")).layouts.values()))
+    given = {}
+    for name in ("gate_proj", "up_proj"):
+        a, b = torch.ones(5, 2, 28), torch.ones(5, 12, 2)
+        given[name] = Factors(tuple(a), tuple(b), 0.0 if name == zero else 2.0)
+    found, exact = fused(given["gate_proj"], given["up_proj"], layout)
+    assert not exact
+    assert found.scaling == 2
+    for name, factors in given.items():
+        assert torch.equal(found.delta(3)[layout.rows(name)], factors.delta(3))
+    with pytest.raises(ArgumentError, match="scaling: expected one that 2 can be turned into, got 0"):
+        folded(Factors(tuple(a), tuple(b), 2.0), 0.0)
+
+
+def test_numbers_that_a_type_cannot_hold(tmp_path: Path) -> None:
+    source, _ = stock_adapter("qwen3")
+    state = load_file(source / WEIGHTS)
+    for factor in (1e6, 1e-9):
+        adapter = shutil.copytree(source, tmp_path / f"{factor:g}")
+        changed = {key: tensor * factor if "lora_B" in key else tensor for key, tensor in state.items()}
+        save_file(changed, adapter / WEIGHTS)
+    with pytest.raises(ArgumentError, match=r"dtype: expected one for numbers up to .*, got torch\.float16"):
+        convert_adapter(tmp_path / "1e+06", tmp_path / "x", "per-expert", dtype=torch.float16)
+    assert not (tmp_path / "x").exists()
+    done = convert_adapter(tmp_path / "1e-09", tmp_path / "x", "per-expert", dtype=torch.float16)
+    assert not done.lossless
+    assert any("became zero in float16" in line for line in done.lost)
 
 
 def test_experts_without_an_adapter(tmp_path: Path) -> None:

@@ -10,15 +10,20 @@ from pathlib import Path
 
 import pytest
 import torch
+import transformers
+from peft import LoraConfig, get_peft_model
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 from adapter_cases import (
     EXPERTS,
     FAMILIES,
+    OPTIONS,
+    SIZES,
     checkpoint,
     fresh_directory,
     largest_difference,
+    merged_state,
     model_of,
     stock_adapter,
     write_config,
@@ -93,6 +98,79 @@ def test_whole_weights_replace(tmp_path: Path) -> None:
     found = model_of(tmp_path / "out").state_dict()
     assert not torch.equal(found["lm_head.weight"], model_of(base).state_dict()["lm_head.weight"])
     assert largest_difference(found, merged) <= 1e-6
+
+
+def tied_checkpoint(folder: Path) -> Path:
+    """Its head is its embedding: a checkpoint without a head."""
+    name, sizes = FAMILIES["qwen3"]
+    torch.manual_seed(0)
+    config = getattr(transformers, name)(**SIZES, **sizes, tie_word_embeddings=True)
+    transformers.AutoModelForCausalLM.from_config(config).save_pretrained(folder)
+    with safe_open(folder / "model.safetensors", "pt") as held:
+        assert "lm_head.weight" not in held.keys()  # noqa: SIM118
+    return folder
+
+
+@pytest.mark.parametrize("which", ["embed_tokens", "lm_head"])
+def test_one_of_two_tied_weights_alone_is_refused(which: str, tmp_path: Path) -> None:
+    """PEFT trains a copy of it; merged it would change the other too."""
+    base = tied_checkpoint(tmp_path / "base")
+    model = get_peft_model(model_of(base), LoraConfig(**OPTIONS, modules_to_save=[which]))
+    model.save_pretrained(tmp_path / "adapter")
+    message = (
+        rf"adapter: expected the same new weight for model\.embed_tokens\.weight and lm_head\.weight.*{which}"
+    )
+    with pytest.raises(ArgumentError, match=message):
+        merge_adapter(tmp_path / "adapter", base, tmp_path / "out", progress=False)
+    assert not (tmp_path / "out").exists()
+
+
+def test_two_tied_weights_that_stay_alike_are_merged(tmp_path: Path) -> None:
+    base = tied_checkpoint(tmp_path / "base")
+    whole = {"modules_to_save": ["embed_tokens"], "ensure_weight_tying": True}
+    model = get_peft_model(model_of(base), LoraConfig(**OPTIONS, **whole))
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.requires_grad:
+                parameter.normal_(0, 0.2)
+    model.save_pretrained(tmp_path / "adapter")
+    merged = merged_state(model)
+    merge_adapter(tmp_path / "adapter", base, tmp_path / "out", progress=False)
+    assert largest_difference(model_of(tmp_path / "out").state_dict(), merged) <= 1e-6
+    file = tmp_path / "adapter" / "adapter_model.safetensors"
+    state = load_file(file)
+    state["base_model.model.lm_head.weight"] = state["base_model.model.lm_head.weight"] + 1
+    save_file(state, file)
+    with pytest.raises(ArgumentError, match=r"tied in the checkpoint .*, got different ones of the two"):
+        merge_adapter(tmp_path / "adapter", base, tmp_path / "other", progress=False)
+
+
+def test_an_adapter_beside_the_checkpoint_is_not_copied(tmp_path: Path) -> None:
+    """from_pretrained would apply it to weights that have it already."""
+    source, merged = stock_adapter("qwen3")
+    base = shutil.copytree(checkpoint("qwen3"), tmp_path / "base")
+    before = {path.name for path in base.iterdir()}
+    for name in ("adapter_config.json", "adapter_model.safetensors"):
+        shutil.copy(source / name, base)
+    merge_adapter(base, base, tmp_path / "out", progress=False)
+    assert {path.name for path in (tmp_path / "out").iterdir()} == before
+    assert largest_difference(model_of(tmp_path / "out").state_dict(), merged) <= 1e-6
+
+
+def test_numbers_that_the_checkpoint_cannot_hold_are_refused(tmp_path: Path) -> None:
+    source, _ = stock_adapter("qwen3", json.dumps({"modules_to_save": ["lm_head"]}))
+    base = checkpoint("qwen3", torch.float16)
+    state = load_file(source / "adapter_model.safetensors")
+    factors = "base_model.model.model.layers.1.self_attn.o_proj.lora_B.weight"
+    for key, name in ((factors, "o_proj"), ("base_model.model.lm_head.weight", "lm_head")):
+        adapter = shutil.copytree(source, tmp_path / name)
+        save_file({**state, key: state[key] * 1e6}, adapter / "adapter_model.safetensors")
+        with pytest.raises(
+            ArgumentError, match=rf"{name}\.weight: expected numbers up to 65504 .*float16.*, got "
+        ):
+            merge_adapter(adapter, base, tmp_path / "out", progress=False)
+        assert not (tmp_path / "out").exists()
+    merge_adapter(source, base, tmp_path / "out", progress=False)
 
 
 @pytest.mark.parametrize("to", FORMATS)

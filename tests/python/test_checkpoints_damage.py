@@ -125,6 +125,10 @@ class TestDamage:
             ({"model_type": "nothing", "architectures": ["NothingForCausalLM"]}, "got model_type 'nothing'"),
             ({"model_type": "llama"}, "expected routed experts .* got none in this 'llama' model"),
             ({"model_type": "vit"}, "expected a causal language model, got 'vit'"),
+            (
+                {"hidden_act": "swishh"},
+                r"config\.json: expected a configuration of which 'mixtral' .* got KeyError.*swish",
+            ),
         ],
     )
     def test_models_of_another_kind(self, own, changes, message):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import replace
 from pathlib import Path
 
@@ -12,9 +13,13 @@ import torch
 from amx_sft_moe import adapters
 from amx_sft_moe.errors import ArgumentError
 from amx_sft_moe.finetune import adapter, cli, job, model, stages
+from amx_sft_moe.finetune.corpus import Example
 from amx_sft_moe.finetune.errors import FinetuneError
+from amx_sft_moe.finetune.model import Trained
 from amx_sft_moe.finetune.options import OURS, Options, parse
+from amx_sft_moe.finetune.terminal import Terminal
 from amx_sft_moe.finetune.tokenizer import train_tokenizer
+from amx_sft_moe.finetune.training import Curve
 from checkpoint_folders import E, H, I, K, edit_config, make, write
 
 FAMILIES = {
@@ -135,6 +140,60 @@ def test_a_second_run_keeps_what_is_not_its_own(tmp_path, capsys):
     assert "is replaced once the new one is trained" in capsys.readouterr().out
     assert (kept / "adapter_model.safetensors").read_bytes() != first
     assert (kept / "README.md").read_text() == (kept / "runs" / "log.txt").read_text() == "mine"
+
+
+def test_a_diverged_adapter_replaces_none(tmp_path, monkeypatch, capsys):
+    wanted = options(tmp_path, checkpoint(tmp_path / "checkpoint", "mixtral"))
+    job.run(wanted)
+    out = tmp_path / "out"
+    before = {path.name: path.read_bytes() for path in out.rglob("*") if path.is_file()}
+    monkeypatch.setattr(cli, "parse", lambda argv: replace(wanted, learning_rate=1e300))
+    assert cli.main([]) == 1
+    message = (
+        r"error: training has diverged: expected a finite adapter, got numbers .* --learning-rate than 1e\+300"
+    )
+    assert re.search(message, capsys.readouterr().err)
+    assert {path.name: path.read_bytes() for path in out.rglob("*") if path.is_file()} == before
+    trained = Trained(1, 1, 1, 1)
+    for losses, said in (
+        ([1.0, float("nan")], "a held-out loss of nan"),
+        ([float("inf"), 1.0], "inf before LoRA"),
+    ):
+        curve = Curve(held_out=list(enumerate(losses)))
+        adapted = stages.Adapted(torch.nn.Linear(2, 2), {}, trained, curve)
+        with pytest.raises(FinetuneError, match=said):
+            stages.keep(wanted, None, None, adapted, None)
+
+
+def test_tokens_that_the_model_does_not_know(tmp_path):
+    """A tokenizer with more tokens than the model: only those of the text count."""
+    folder = checkpoint(tmp_path / "checkpoint", "mixtral")
+    tokenizer = model.load_tokenizer(folder)
+    size = len(tokenizer)
+    edit_config(folder, vocab_size=size)
+    tokenizer.add_special_tokens({"pad_token": "<new>"})
+    assert tokenizer.pad_token_id == size
+    part = [Example("Count to 3:", " 0 1 2"), Example("Count", " 0")]
+    text = stages.Text(([], []), (part, part), "")
+    base = stages.Base(folder, folder, tokenizer)
+    wanted = options(tmp_path, folder)
+    say = Terminal(1)
+    found = stages.examples_as_tokens(wanted, text, base, say)
+    assert int(found.training.input_ids.max()) < size
+    part[1] = Example("Count", " <new>")
+    message = rf"expected token ids below {size} \(vocab_size of config\.json\).*, got {size} \('<new>'\)"
+    with pytest.raises(FinetuneError, match=message):
+        stages.examples_as_tokens(wanted, text, base, say)
+    tokenizer.eos_token = "<new>"
+    assert stages._padding_id(tokenizer, size) == 0
+
+
+@pytest.mark.parametrize("content", ["{}", "[]", "not JSON"])
+def test_a_tokenizer_that_is_none(content, tmp_path):
+    folder = checkpoint(tmp_path / "checkpoint", "mixtral")
+    (folder / "tokenizer.json").write_text(content)
+    with pytest.raises(FinetuneError, match=f"no tokenizer in {folder} that can be read: "):
+        model.load_tokenizer(folder)
 
 
 def test_an_adapter_that_is_not_read_back_is_reported(tmp_path, monkeypatch, capsys):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+
 import pytest
 import torch
 
@@ -54,6 +56,17 @@ def test_what_is_too_long_is_cut_or_left_out_and_counted(tokenizer):
     assert [len(example.tokens) for example in encoded] == [16]
     assert any(label != IGNORED for label in encoded[0].labels)
     assert (counts.kept, counts.truncated, counts.dropped) == (1, 1, 1)
+
+
+def test_a_text_of_one_token_is_left_out(tokenizer):
+    """There is nothing to predict it from: no loss could be taken over it."""
+    bare = copy.deepcopy(tokenizer)
+    bare.eos_token = None
+    encoded, counts = encode_examples(bare, [Example("", "a"), Example("", TEXTS[0])], 64)
+    assert len(encoded) == 1
+    assert (counts.kept, counts.truncated, counts.dropped) == (1, 0, 1)
+    with pytest.raises(FinetuneError, match="no example has a token to predict within 64 tokens"):
+        pack(encode_examples(bare, [Example("", "a")], 64)[0], 64, 0)
 
 
 def test_long_plain_text_goes_on_in_further_examples(tokenizer):

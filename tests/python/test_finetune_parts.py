@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -15,7 +17,7 @@ from amx_sft_moe.finetune.comparison import Lane
 from amx_sft_moe.finetune.errors import FinetuneError
 from amx_sft_moe.finetune.options import Options, parse
 from amx_sft_moe.finetune.packing import Encoded, pack
-from amx_sft_moe.finetune.results import write_text
+from amx_sft_moe.finetune.results import write_metrics, write_text
 from amx_sft_moe.finetune.training import train
 
 DUMP = """\
@@ -63,6 +65,11 @@ class TestOptions:
             ["--dtype", "float16"],
             ["--dense-dtype", "bfloat16", "--dtype", "float32"],
             ["--threads", "two"],
+            ["--threads", "5000"],
+            ["--seed", str(2**32)],
+            ["--alpha", "1e300"],
+            ["--batch-size", str(10**9)],
+            ["--sequence-length", str(10**9)],
             ["--base-steps", "3", "--model", "x"],  # a checkpoint's base is not trained
             ["--cache-dir", "x"],  # nothing to convert
             ["--unknown"],
@@ -91,6 +98,13 @@ class TestOptions:
         assert parse([]).threads == 7
         assert parse(["--threads", "3"]).threads == 3
 
+    def test_threads_of_the_environment_have_the_same_limit(self, monkeypatch, capsys):
+        monkeypatch.setenv("OMP_NUM_THREADS", "5000")
+        with pytest.raises(SystemExit):
+            parse([])
+        assert "--threads: expected at most 4096, got 5000" in capsys.readouterr().err
+        assert parse(["--threads", "4096"]).threads == 4096
+
     def test_options_are_plain_json(self):
         values = parse(["--model", "a/b"]).as_json()
         assert values["model"] == str(Path("a/b"))
@@ -104,6 +118,29 @@ def test_text_is_written_whole(tmp_path):
         write_text(tmp_path / "report.md", "half \udc00")
     assert (tmp_path / "report.md").read_text() == "text\n"
     assert [path.name for path in tmp_path.iterdir()] == ["report.md"]
+
+
+def test_metrics_are_json_whatever_the_numbers(tmp_path):
+    values = {
+        "losses": [1.0, float("nan")],
+        "lane": {"loss": float("inf")},
+        "held_out": [(0, float("-inf"))],
+        "n": 3,
+    }
+    write_metrics(SimpleNamespace(as_json=lambda: values), tmp_path / "metrics.json")
+
+    def refuse(name):
+        raise AssertionError(name)
+
+    found = json.loads((tmp_path / "metrics.json").read_text(), parse_constant=refuse)
+    assert found == {"losses": [1.0, None], "lane": {"loss": None}, "held_out": [[0, None]], "n": 3}
+
+
+def test_too_many_threads_are_not_the_kernels_fault():
+    assert hook.register("auto", 4096, torch.float32)
+    with pytest.raises(FinetuneError, match=r"^--threads 4097: num_threads: expected at most 4096, got 4097"):
+        hook.register("auto", 4097, torch.float32)
+    hook.register("auto", 1, torch.float32)
 
 
 class TestDump:
@@ -254,6 +291,14 @@ def test_how_the_reading_process_ended_is_said(code, message, tmp_path, monkeypa
     monkeypatch.setattr(adapter.held_out, "__file__", str(tmp_path / "reads.py"))
     blocks = pack([Encoded([3] * 8, [3] * 8)], 8, padding_id=1)
     with pytest.raises(FinetuneError, match=f"stock PEFT could not read here/adapter: {message}"):
+        adapter.stock_loss(Path("base"), Path("here/adapter"), blocks, torch.float32, 1, 1, tmp_path)
+
+
+def test_a_loss_that_is_no_number_is_no_result(tmp_path, monkeypatch):
+    (tmp_path / "reads.py").write_text("""print('{"loss": NaN}')""")
+    monkeypatch.setattr(adapter.held_out, "__file__", str(tmp_path / "reads.py"))
+    blocks = pack([Encoded([3] * 8, [3] * 8)], 8, padding_id=1)
+    with pytest.raises(FinetuneError, match="stock PEFT finds no finite loss with here/adapter: nan"):
         adapter.stock_loss(Path("base"), Path("here/adapter"), blocks, torch.float32, 1, 1, tmp_path)
 
 

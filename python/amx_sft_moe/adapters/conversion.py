@@ -96,13 +96,14 @@ def convert_adapter(
             ``adapter_config.json`` names.
         peft_version: for whom to write; below 0.19 turns PEFT's fused matrices around. ``None``: the one
             installed.
-        dtype: element type of the new factors; ``None``: the source's.
+        dtype: element type of the new factors; ``None``: the source's. Where numbers become zero in it ``lost``
+            says how many.
         one_scaling: ``per-expert`` only: one scaling for all modules, for servers that read only
             ``lora_alpha / r``.
         overwrite: whether ``target`` may hold an adapter already; it is replaced in one step.
 
     Raises:
-        ArgumentError: something that is not understood or that the format cannot hold.
+        ArgumentError: something that is not understood or that the format or ``dtype`` cannot hold.
         StateError: what was written is not what was read; ``target`` is as it was.
     """
     target = Path(target)
@@ -131,21 +132,42 @@ def convert_adapter(
 
 
 def _cast(adapter: Adapter, dtype: torch.dtype, rounded: list[str]) -> Adapter:
-    exact = True
+    """All factors in another element type. ArgumentError where that cannot hold one of their numbers."""
+    exact, vanished = True, 0
     experts: dict[str, dict[str, Factors]] = {}
     for module, projections in adapter.experts.items():
         experts[module] = {}
         for name, factors in projections.items():
             experts[module][name], same = cast(factors, dtype)
             exact = exact and same
+            vanished += 0 if same else _vanished(f"{module}.{name}", factors, experts[module][name], dtype)
     linears = {}
     for name, linear in adapter.linears.items():
-        one, same = cast(Factors((linear.a,), (linear.b,), linear.scaling), dtype)
+        before = Factors((linear.a,), (linear.b,), linear.scaling)
+        one, same = cast(before, dtype)
         linears[name] = Linear(one.a[0], one.b[0], linear.scaling)
         exact = exact and same
+        vanished += 0 if same else _vanished(name, before, one, dtype)
     if not exact:
         rounded.append(f"factors were rounded to {str(dtype).removeprefix('torch.')}")
+    if vanished:
+        rounded.append(f"{vanished:,} numbers of A and B became zero in {str(dtype).removeprefix('torch.')}")
     return Adapter(adapter.config, experts, linears, adapter.others, adapter.notes)
+
+
+def _vanished(name: str, before: Factors, after: Factors, dtype: torch.dtype) -> int:
+    """How many numbers of A and B became zero; refuses those that became infinite."""
+    count = 0
+    for was, now in zip((*before.a, *before.b), (*after.a, *after.b), strict=True):
+        over = was.isfinite() & ~now.isfinite()
+        if over.any():
+            largest = float(was[over].abs().max())
+            raise ArgumentError(
+                f"dtype: expected one for numbers up to {largest:g} ({name}), got {dtype}, which ends at "
+                f"{torch.finfo(dtype).max:g}"
+            )
+        count += int(((was != 0) & (now == 0)).sum())
+    return count
 
 
 def verify(before: Adapter, after: Adapter, exact: bool) -> int:

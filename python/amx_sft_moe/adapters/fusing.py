@@ -9,6 +9,7 @@ import torch
 
 from amx_sft_moe.adapters.adapter import Factors
 from amx_sft_moe.adapters.base import GATE_UP, BaseModel, ExpertsLayout
+from amx_sft_moe.errors import ArgumentError
 
 
 def zeros(layout: ExpertsLayout, projection: str, rank: int, scaling: float, dtype: torch.dtype) -> Factors:
@@ -28,11 +29,25 @@ def padded(factors: Factors, rank: int) -> Factors:
     return Factors(a, b, factors.scaling)
 
 
+def common_scaling(scalings: Iterable[float]) -> float:
+    """One that products with all of these can have: the first that is not 0."""
+    return next((scaling for scaling in scalings if scaling != 0), 0.0)
+
+
 def folded(factors: Factors, scaling: float) -> tuple[Factors, bool]:
     """The same product with another scaling, the ratio of the two multiplied into B; and whether no B was
-    rounded (always so for powers of two)."""
+    rounded (always so for powers of two). A product with scaling 0 gets a B of zeros.
+
+    Raises:
+        ArgumentError: ``scaling`` is 0 and the product is not.
+    """
     if factors.scaling == scaling:
         return factors, True
+    if factors.scaling == 0:
+        nothing = tuple(torch.zeros_like(b) for b in factors.b)
+        return Factors(factors.a, nothing, scaling), not any(bool(b.any()) for b in factors.b)
+    if scaling == 0:
+        raise ArgumentError(f"scaling: expected one that {factors.scaling:g} can be turned into, got 0")
     ratio, exact, changed = factors.scaling / scaling, True, []
     for b in factors.b:
         wanted = b.double() * ratio
@@ -61,7 +76,9 @@ def fused(gate: Factors | None, up: Factors | None, layout: ExpertsLayout) -> tu
         raise ValueError("gate, up: expected at least one, got neither")
     exact = True
     if gate is not None and up is not None:
-        up, exact = folded(up, gate.scaling)
+        scaling = common_scaling((gate.scaling, up.scaling))
+        (gate, first), (up, second) = folded(gate, scaling), folded(up, scaling)
+        given, exact = gate, first and second
     share = gate is None or up is None or gate.shares_a_with(up)
     a, b = [], []
     for expert in range(layout.num_experts):

@@ -18,9 +18,9 @@ from typing import Any
 import torch
 from tqdm.auto import tqdm
 
-from amx_sft_moe.adapters.adapter import Adapter
+from amx_sft_moe.adapters.adapter import Adapter, same_bits
 from amx_sft_moe.adapters.base import BaseModel, Place, load_base
-from amx_sft_moe.adapters.files import CONFIG, replaced_directory, sync, tensor_positions
+from amx_sft_moe.adapters.files import ADAPTER_FILES, CONFIG, replaced_directory, sync, tensor_positions
 from amx_sft_moe.adapters.formats import read_adapter
 from amx_sft_moe.checkpoints.files import listed_files
 from amx_sft_moe.checkpoints.transposed import FOLDER
@@ -80,7 +80,8 @@ def merge_adapter(
     """Writes a checkpoint with ``W + scaling * B A`` in the place of every adapted ``W``.
 
     The sum is taken in float32 (float64 for a float64 checkpoint) and rounded once to the checkpoint's type.
-    Whole weights in the adapter (``modules_to_save``) replace the checkpoint's. All other files are copied.
+    Whole weights in the adapter (``modules_to_save``) replace the checkpoint's. All other files are copied, but
+    those of an adapter beside the checkpoint: ``from_pretrained`` would apply it again.
 
     Args:
         adapter: an adapter directory of any format.
@@ -91,8 +92,9 @@ def merge_adapter(
         progress: a tqdm bar on stderr.
 
     Raises:
-        ArgumentError: something that is not understood, an adapted module that the checkpoint lacks, too
-            little space, or other things than a checkpoint in ``out``. Nothing was written then.
+        ArgumentError: something that is not understood, an adapted module that the checkpoint lacks, one of two
+            tied weights adapted alone, a sum that the checkpoint's type cannot hold, too little space, or other
+            things than a checkpoint in ``out``. ``out`` is as it was then.
     """
     source, out = Path(base_checkpoint), Path(out)
     if out.exists() and not (overwrite and out.is_dir()):
@@ -150,7 +152,7 @@ def _require_space(out: Path, needed: int) -> None:
 
 def _copy_others(source: Path, target: Path, shards: set[str]) -> None:
     for entry in source.iterdir():
-        if entry.is_file() and entry.name not in shards:
+        if entry.is_file() and entry.name not in shards and entry.name not in ADAPTER_FILES:
             shutil.copy2(entry, target / entry.name)
             sync(target / entry.name)
 
@@ -168,6 +170,7 @@ def _plan(
     linears = {base.place_of(f"{name}.weight").name: linear for name, linear in adapter.linears.items()}
     wholes = {base.place_of(name).name: tensor for name, tensor in adapter.others.items()}
     unplaced = set(linears) | set(wholes)
+    held: set[str] = set()
     plan: dict[str, list[_Matrix]] = {}
     count = 0
     for shard in shards:
@@ -178,6 +181,7 @@ def _plan(
             place = _place(base, key)
             if place is None:
                 continue
+            held.add(place.name)
             if place.name in wholes and place.expert is None:
                 found = [_whole_matrix(key, entry, start, wholes[place.name])]
             elif place.module is not None:
@@ -191,6 +195,7 @@ def _plan(
             if found:
                 unplaced.discard(place.name)
             plan[shard] += found
+    unplaced -= _tied_to_another(base, held, set(linears), wholes)
     if left or unplaced:
         missing = sorted(unplaced) or [f"{m}.{e}.{p}" for m, p, e in sorted(left)]
         raise ArgumentError(
@@ -198,6 +203,30 @@ def _plan(
             f"({len(missing)} are missing there)"
         )
     return plan, count
+
+
+def _tied_to_another(
+    base: BaseModel, held: set[str], linears: set[str], wholes: dict[str, torch.Tensor]
+) -> set[str]:
+    """Those of the adapter's weights that the checkpoint (which holds ``held``) has under a tied name, and that
+    the adapter changes there alike. ArgumentError where it changes one of two: PEFT trains a copy of a tied
+    weight, and what is merged would change both."""
+    ties: dict[str, str] = getattr(base.model, "all_tied_weights_keys", None) or {}
+    alike = set()
+    for tied, kept in ties.items():
+        pair = {tied, kept}
+        given = sorted(pair & (linears | set(wholes)))
+        absent = pair - held
+        if not given or len(absent) != 1:
+            continue
+        if not pair <= set(wholes) or not same_bits(wholes[tied], wholes[kept]):
+            what = "different ones of the two" if len(given) == 2 else f"{given[0]} alone"
+            raise ArgumentError(
+                f"adapter: expected the same new weight for {kept} and {tied}, which are tied in the "
+                f"checkpoint (PEFT's ensure_weight_tying), got {what}"
+            )
+        alike |= absent
+    return alike
 
 
 def _place(base: BaseModel, key: str) -> Place | None:
@@ -279,7 +308,7 @@ def _change(file: Any, matrix: _Matrix) -> None:
         rows = slice(first, min(first + step, matrix.rows))
         count = rows.stop - rows.start
         if matrix.whole is not None:
-            block = matrix.whole[rows].to(matrix.dtype).contiguous()
+            total = matrix.whole[rows]
         else:
             file.seek(matrix.offset + first * row_bytes)
             data = bytearray(count * row_bytes)
@@ -288,9 +317,21 @@ def _change(file: Any, matrix: _Matrix) -> None:
             total = torch.frombuffer(data, dtype=matrix.dtype).reshape(count, matrix.columns).to(wide)
             for change in matrix.changes:
                 _add(total, change, rows, matrix.transposed)
-            block = total.to(matrix.dtype)
+        block = total.to(matrix.dtype).contiguous()
+        _require_held(matrix, total, block)
         file.seek(matrix.offset + first * row_bytes)
         file.write(block.view(torch.uint8).numpy().data)
+
+
+def _require_held(matrix: _Matrix, wanted: torch.Tensor, block: torch.Tensor) -> None:
+    """Refuses numbers that have become infinite in the checkpoint's type."""
+    over = wanted.isfinite() & ~block.isfinite()
+    if over.any():
+        largest = float(wanted[over].abs().max())
+        raise ArgumentError(
+            f"{matrix.key}: expected numbers up to {torch.finfo(matrix.dtype).max:g} ({matrix.dtype}), got "
+            f"{largest:g}"
+        )
 
 
 def _add(total: torch.Tensor, change: _Change, rows: slice, transposed: bool) -> None:

@@ -174,7 +174,7 @@ def _whole(
     if gate is not None or up is not None:
         factors, exact = fused(gate, up, layout)
         if not exact:
-            lost.append(f"{layout.module}: up_proj's B was rounded: one scaling for gate and up")
+            lost.append(f"{layout.module}: B of gate or up was changed: one scaling for both")
         yield "gate_up_proj", factors
     if "down_proj" in projections:
         yield "down_proj", projections["down_proj"]

@@ -18,7 +18,7 @@ import torch
 
 from amx_sft_moe.adapters.adapter import PREFIX, Adapter, Factors, peft_entries
 from amx_sft_moe.adapters.base import GATE_UP, PARAMETERS, PROJECTIONS, BaseModel
-from amx_sft_moe.adapters.fusing import folded, padded, zeros
+from amx_sft_moe.adapters.fusing import common_scaling, folded, padded, zeros
 from amx_sft_moe.adapters.settings import (
     Entry,
     entries_of_linears,
@@ -96,9 +96,11 @@ def write(
     experts = complete(adapter, base)
     even = evened(experts, [GATE_UP, ("down_proj",)], lost)
     default = next(iter(even.values()))
-    scaling = (default.get("gate_proj") or default["down_proj"]).scaling
+    first = (default.get("gate_proj") or default["down_proj"]).scaling
     linears = adapter.linears
     if one_scaling:
+        everywhere = [f.scaling for found in even.values() for f in found.values()]
+        scaling = common_scaling([first, *everywhere, *(linear.scaling for linear in linears.values())])
         even = {m: {p: _fold(f, scaling, f"{m}.{p}", lost) for p, f in ps.items()} for m, ps in even.items()}
         linears = {name: _folded_linear(name, linear, scaling, lost) for name, linear in linears.items()}
     state: dict[str, torch.Tensor] = {}
@@ -138,7 +140,7 @@ def evened(
         if not members:
             continue
         rank = max(experts[m][p].rank for m, p in members)
-        scaling = experts[members[0][0]][members[0][1]].scaling
+        scaling = common_scaling(experts[m][p].scaling for m, p in members)
         for module, projection in members:
             factors = padded(experts[module][projection], rank)
             found[module][projection] = _fold(factors, scaling, f"{module}.{projection}", lost)
@@ -146,10 +148,11 @@ def evened(
 
 
 def _fold(factors: Factors, scaling: float, name: str, lost: list[str]) -> Factors:
-    factors, exact = folded(factors, scaling)
+    changed, exact = folded(factors, scaling)
     if not exact:
-        lost.append(f"{name}: B was rounded: its scaling had to become {scaling:g}")
-    return factors
+        how = "became zero: its scaling of 0" if factors.scaling == 0 else "was rounded: its scaling"
+        lost.append(f"{name}: B {how} had to become {scaling:g}")
+    return changed
 
 
 def _folded_linear(name: str, linear: Any, scaling: float, lost: list[str]) -> Any:

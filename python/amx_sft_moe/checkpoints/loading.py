@@ -192,13 +192,21 @@ def read_config(directory: str | os.PathLike[str]) -> PreTrainedConfig:
 
 
 def meta_model(config: PreTrainedConfig, directory: str | os.PathLike[str]) -> PreTrainedModel:
-    """The model without memory for its weights. ArgumentError where it has no routed experts."""
+    """The model without memory for its weights.
+
+    ArgumentError where it cannot be built or has no routed experts.
+    """
     try:
         with torch.device("meta"):
             model = AutoModelForCausalLM.from_config(config)
     except ValueError as error:
         raise ArgumentError(
             f"{directory}: expected a causal language model, got {config.model_type!r}: {cause_of(error)}"
+        ) from error
+    except Exception as error:  # the model's own code raises what it likes for a value that it does not know
+        raise ArgumentError(
+            f"{Path(directory) / 'config.json'}: expected a configuration of which {config.model_type!r} can "
+            f"be made, got {cause_of(error)}"
         ) from error
     if next(routed_experts(model), None) is None:
         raise ArgumentError(

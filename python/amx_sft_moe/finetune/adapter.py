@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import signal
 import subprocess
@@ -56,7 +57,8 @@ def stock_loss(
     """Held-out loss of the adapter on a fresh base, nats per token, as transformers and PEFT alone find it.
 
     Runs in a process of its own, into which this package is not imported. `scratch` is a folder for the token
-    blocks. Raises FinetuneError with how the process ended and the last of its own words if it fails.
+    blocks. Raises FinetuneError with how the process ended and the last of its own words if it fails, and where
+    the loss is not finite.
     """
     tokens = scratch / "held-out.safetensors"
     save_file({name: tensor.contiguous() for name, tensor in blocks.tensors().items()}, tokens)
@@ -76,7 +78,10 @@ def stock_loss(
     if done.returncode != 0:
         words = f"{_ending(done.returncode)}\n{done.stderr.strip()[-2000:]}".rstrip()
         raise FinetuneError(f"stock PEFT could not read {adapter}: {words}")
-    return float(json.loads(done.stdout.strip().splitlines()[-1])["loss"])
+    loss = float(json.loads(done.stdout.strip().splitlines()[-1])["loss"])
+    if not math.isfinite(loss):
+        raise FinetuneError(f"stock PEFT finds no finite loss with {adapter}: {loss}")
+    return loss
 
 
 def _ending(returncode: int) -> str:

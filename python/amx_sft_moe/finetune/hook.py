@@ -39,7 +39,8 @@ class BackwardTimes:
 def register(kernel: str, threads: int, dtype: torch.dtype) -> str:
     """Makes the operator known to transformers as OURS; returns the kernel that runs weights of `dtype`.
 
-    Raises FinetuneError with the kernels that are available where `kernel` is not.
+    Raises FinetuneError with the kernels that are available where `kernel` is not, and where there are too many
+    `threads`.
     """
     try:
         amx_sft_moe.register(OURS, kernel=kernel, num_threads=threads)
@@ -47,7 +48,9 @@ def register(kernel: str, threads: int, dtype: torch.dtype) -> str:
         weight = torch.zeros(1, 1, 1, dtype=dtype)
         probe.set_base(weight, weight, weight)  # a kernel also has to know the weights' type
     except (amx_sft_moe.KernelError, amx_sft_moe.ArgumentError) as error:
-        raise FinetuneError(f"--kernel {kernel} with {dtype} weights: {error}") from error
+        of_threads = str(error).startswith("num_threads:")
+        option = f"--threads {threads}" if of_threads else f"--kernel {kernel} with {dtype} weights"
+        raise FinetuneError(f"{option}: {error}") from error
     return probe.kernel
 
 

@@ -43,10 +43,10 @@ def run(options: Options) -> results.Results:
         with say.stage("Base model" if options.model is None else f"Base model {options.model}"):
             base = stages.base_model(options, text, out, scratch, say)
         with say.stage("LoRA on experts and attention, the experts in amx_sft_moe"):
-            tokens = stages.examples_as_tokens(options, text, base.tokenizer, say)
+            tokens = stages.examples_as_tokens(options, text, base, say)
             adapted = stages.train_adapter(options, base, tokens, scratch, say)
         with say.stage("The adapter, per expert, read back by stock PEFT"):
-            base = stages.keep(out, base, adapted, say)
+            base = stages.keep(options, out, base, adapted, say)
             saved = stages.read_back(options, base, adapted, tokens, scratch, say)
         count = max(options.compare_steps, 1)
         batches = comparison.batches(tokens.training, count, options.batch_size, options.seed)

@@ -20,7 +20,7 @@ from transformers import (
 
 from amx_sft_moe.checkpoints import CheckpointFiles, meta_model, read_config, routed_experts
 from amx_sft_moe.checkpoints import load_model as load_mapped
-from amx_sft_moe.errors import ArgumentError
+from amx_sft_moe.errors import ArgumentError, cause_of
 from amx_sft_moe.integrations.experts_hook import why_not
 from amx_sft_moe.integrations.mapped_experts import mapped_bytes
 from amx_sft_moe.system.machine import available_memory
@@ -96,11 +96,16 @@ def save_base(
 
 
 def load_tokenizer(folder: Path) -> PreTrainedTokenizerBase:
-    """The tokenizer of a local checkpoint. FinetuneError where there is none."""
+    """The tokenizer of a local checkpoint. FinetuneError where there is none, or one that cannot be read."""
     try:
         return AutoTokenizer.from_pretrained(folder, local_files_only=True)
-    except (OSError, ValueError) as error:
-        raise FinetuneError(f"no tokenizer in {folder}: {_first_line(error)}") from error
+    except Exception as error:  # a tokenizer.json of another content raises what it likes
+        raise FinetuneError(f"no tokenizer in {folder} that can be read: {cause_of(error)}") from error
+
+
+def vocabulary_size(folder: Path) -> int:
+    """How many tokens the model of a checkpoint knows."""
+    return int(read_config(folder).get_text_config().vocab_size)
 
 
 def load_model(

@@ -9,6 +9,11 @@ from typing import Any
 
 from amx_sft_moe.system.process import DEFAULT_THREADS, default_threads
 
+_LARGEST_FLOAT32 = 2.0**128 - 2.0**104
+_LARGEST_SEED = 2**32 - 1  # numpy's, which transformers seeds too
+_LARGEST_BATCH, _LONGEST_SEQUENCE = 2**16, 2**20  # far above what trains, below what overflows
+_MOST_THREADS = 4096  # kMaxThreads of the operator
+
 OURS = "amx_sft_moe"  # experts_implementation: this package's operator
 CHECKPOINT_LEARNING_RATE = 2e-4  # for a model that has learnt a lot; one made here needs and stands more
 TORCH_GROUPED = "grouped_mm"  # experts_implementation: torch's grouped matrix product, the one to compare with
@@ -96,11 +101,13 @@ _QUICK = Options(
 )
 
 
-def _at_least(smallest: int) -> Any:
+def _at_least(smallest: int, largest: int | None = None) -> Any:
     def integer(text: str) -> int:
         value = int(text)  # argparse turns a ValueError into its own message
         if value < smallest:
             raise argparse.ArgumentTypeError(f"{value} is less than {smallest}")
+        if largest is not None and value > largest:
+            raise argparse.ArgumentTypeError(f"{value} is more than {largest}")
         return value
 
     return integer
@@ -110,6 +117,13 @@ def _positive(text: str) -> float:
     value = float(text)
     if not 0 < value < float("inf"):
         raise argparse.ArgumentTypeError(f"{text} is not a positive number")
+    return value
+
+
+def _positive_float32(text: str) -> float:
+    value = _positive(text)
+    if value > _LARGEST_FLOAT32:
+        raise argparse.ArgumentTypeError(f"{text} is more than {_LARGEST_FLOAT32:g}, the largest of float32")
     return value
 
 
@@ -152,18 +166,18 @@ def parser() -> argparse.ArgumentParser:
     )
     group = result.add_argument_group("how long and how")
     add("--rank", "rank of the adapters", type=_at_least(1), metavar="R")
-    group.add_argument("--alpha", type=_positive, help="scaling is alpha / rank (default: 2 * rank)")
+    group.add_argument("--alpha", type=_positive_float32, help="scaling is alpha / rank (default: 2 * rank)")
     add("--steps", "LoRA steps", type=_at_least(1), metavar="N")
     add("--base-steps", "steps of base training before them", type=_at_least(1), metavar="N")
-    add("--batch-size", "sequences a step", type=_at_least(1), metavar="N")
-    add("--sequence-length", "tokens a sequence", type=_at_least(8), metavar="N")
+    add("--batch-size", "sequences a step", type=_at_least(1, _LARGEST_BATCH), metavar="N")
+    add("--sequence-length", "tokens a sequence", type=_at_least(8, _LONGEST_SEQUENCE), metavar="N")
     add(
         "--learning-rate",
         f"of the LoRA stage, with --model {CHECKPOINT_LEARNING_RATE}",
         type=_positive,
         metavar="LR",
     )
-    add("--seed", "of weights, adapter and order of the data", type=_at_least(0))
+    add("--seed", "of weights, adapter and order of the data", type=_at_least(0, _LARGEST_SEED))
     group = result.add_argument_group("on what")
     add(
         "--kernel",
@@ -205,8 +219,11 @@ def parse(argv: list[str]) -> Options:
     dtype = given.get("dtype", Options().dtype)
     if given.get("dense_dtype", dtype) not in (dtype, "float32"):
         command.error(f"--dense-dtype: expected float32, as --dtype, got {given['dense_dtype']}")
+    threads = given.get("threads", default_threads())
+    if threads > _MOST_THREADS:  # OMP_NUM_THREADS can say as much
+        command.error(f"--threads: expected at most {_MOST_THREADS}, got {threads}")
     defaults = _QUICK if given["quick"] else Options()
-    derived: dict[str, Any] = {"threads": default_threads(), "dense_dtype": _dense_dtype(dtype)}
+    derived: dict[str, Any] = {"threads": threads, "dense_dtype": _dense_dtype(dtype)}
     if "rank" in given:
         derived["alpha"] = 2.0 * given["rank"]
     if "model" in given:

@@ -32,7 +32,7 @@ class EncodingCounts:
 
     kept: int
     truncated: int  # the completion was cut to the sequence length
-    dropped: int  # the prompt alone fills the sequence: nothing would be left to learn
+    dropped: int  # nothing to learn: the prompt alone fills the sequence, or no token follows the first
 
 
 class TokenBlocks(Dataset[dict[str, torch.Tensor]]):
@@ -96,7 +96,7 @@ def encode_examples(
 
     Prompt and completion are tokenised apart, so the border between them is a token border. An example too
     long is cut at the end; a plain text too long goes on in further examples instead. The very first token
-    has no label, there is nothing to predict it from.
+    has no label, there is nothing to predict it from: a text of one token is left out.
     """
     start = [] if tokenizer.bos_token_id is None else [tokenizer.bos_token_id]
     end = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
@@ -108,7 +108,7 @@ def encode_examples(
         context = start + prompt
         tokens = context + completion + end
         labels = [IGNORED] * max(len(context), 1) + tokens[max(len(context), 1) :]
-        if len(context) >= sequence_length:
+        if len(context) >= sequence_length or len(labels) <= max(len(context), 1):
             dropped += 1
         elif len(tokens) > sequence_length and not prompt:
             for at in range(0, len(tokens), sequence_length):
@@ -144,7 +144,10 @@ def pack(encoded: Sequence[Encoded], sequence_length: int, padding_id: int) -> T
     Raises FinetuneError if there are none.
     """
     if not encoded:
-        raise FinetuneError(f"no example fits into {sequence_length} tokens; try a larger --sequence-length")
+        raise FinetuneError(
+            f"no example has a token to predict within {sequence_length} tokens; try longer texts, or a larger "
+            "--sequence-length"
+        )
     rows = _fill_rows(encoded, sequence_length)
     input_ids = torch.full((len(rows), sequence_length), padding_id, dtype=torch.int64)
     labels = torch.full_like(input_ids, IGNORED)

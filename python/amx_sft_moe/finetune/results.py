@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -27,7 +28,7 @@ class Data:
     train_tokens: int
     held_out_tokens: int
     truncated: int  # examples cut to the sequence length
-    dropped: int  # examples whose prompt alone is too long
+    dropped: int  # examples with nothing to predict: the prompt alone is too long, or all is one token
     vocabulary: int
 
 
@@ -122,5 +123,14 @@ def write_text(path: Path, text: str) -> None:
 
 
 def write_metrics(results: Results, path: Path) -> None:
-    """Writes `metrics.json`."""
-    write_text(path, json.dumps(results.as_json(), indent=2) + "\n")
+    """Writes `metrics.json`; numbers that are none (a loss that overflowed) are null, as JSON has no others."""
+    write_text(path, json.dumps(_finite(results.as_json()), indent=2, allow_nan=False) + "\n")
+
+
+def _finite(value: Any) -> Any:
+    """Plain values with None in the place of each float that is not finite."""
+    if isinstance(value, dict):
+        return {name: _finite(each) for name, each in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(each) for each in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -125,24 +126,45 @@ def base_model(options: Options, text: Text, out: Output, scratch: Path, say: Te
     return Base(out.base, out.folder / BASE, tokenizer, (training, held_out), curve)
 
 
-def examples_as_tokens(
-    options: Options, text: Text, tokenizer: PreTrainedTokenizerBase, say: Terminal
-) -> Tokens:
-    """Packs the examples, and says how many did not fit."""
-    padding = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id or 0
+def examples_as_tokens(options: Options, text: Text, base: Base, say: Terminal) -> Tokens:
+    """Packs the examples, and says how many did not fit. FinetuneError where the model lacks a token."""
+    vocabulary = model.vocabulary_size(base.folder)
+    padding = _padding_id(base.tokenizer, vocabulary)
     blocks: list[TokenBlocks] = []
     truncated = dropped = 0
     for part in text.examples:
-        encoded, counts = packing.encode_examples(tokenizer, part, options.sequence_length)
+        encoded, counts = packing.encode_examples(base.tokenizer, part, options.sequence_length)
+        _require_known(encoded, base, vocabulary)
         blocks.append(packing.pack(encoded, options.sequence_length, padding))
         truncated += counts.truncated
         dropped += counts.dropped
     training, held_out = blocks
     say.fact("examples", f"{training.tokens:,} tokens, {training.predicted:,} of them in answers, which count")
-    if truncated or dropped:
-        limit = options.sequence_length
-        say.fact("too long", f"{truncated:,} examples cut to {limit} tokens, {dropped:,} left out")
+    limit = options.sequence_length
+    if truncated:
+        say.fact("too long", f"{truncated:,} examples cut to {limit} tokens")
+    if dropped:
+        say.fact("left out", f"{dropped:,} examples without a token to predict within {limit}")
     return Tokens(training, held_out.first(options.evaluation_rows), truncated, dropped)
+
+
+def _padding_id(tokenizer: PreTrainedTokenizerBase, vocabulary: int) -> int:
+    """A token to fill rows up with, which nothing looks at: one that the model has an embedding for.
+
+    A tokenizer's own padding can be a token that was added after the model was made.
+    """
+    given = (tokenizer.pad_token_id, tokenizer.eos_token_id)
+    return next((token for token in given if token is not None and token < vocabulary), 0)
+
+
+def _require_known(encoded: Sequence[packing.Encoded], base: Base, vocabulary: int) -> None:
+    for example in encoded:
+        for token in example.tokens:
+            if token >= vocabulary:
+                raise FinetuneError(
+                    f"{base.place}: expected token ids below {vocabulary} (vocab_size of config.json) of its "
+                    f"tokenizer, got {token} ({base.tokenizer.convert_ids_to_tokens(token)!r})"
+                )
 
 
 def train_adapter(options: Options, base: Base, tokens: Tokens, scratch: Path, say: Terminal) -> Adapted:
@@ -172,14 +194,36 @@ def train_adapter(options: Options, base: Base, tokens: Tokens, scratch: Path, s
     return Adapted(adapted, start, trained, curve)
 
 
-def keep(out: Output, base: Base, adapted: Adapted, say: Terminal) -> Base:
-    """Writes the adapter, and puts it and the base where they stay; returns the base there."""
+def keep(options: Options, out: Output, base: Base, adapted: Adapted, say: Terminal) -> Base:
+    """Writes the adapter, and puts it and the base where they stay; returns the base there.
+
+    FinetuneError, and all stays as it was, where training has not led to numbers.
+    """
+    _require_finite(options, adapted)
     with out.writing():
         reason = adapter.save_adapter(adapted.model, base.tokenizer, out.adapter, base.place)
     if reason:
         say.fact("form", f"fused, as PEFT writes it; not per expert: {reason}")
     out.keep()
     return replace(base, folder=base.place)
+
+
+def _require_finite(options: Options, adapted: Adapted) -> None:
+    before, after = adapted.curve.held_out[0][1], adapted.curve.held_out[-1][1]
+    if not math.isfinite(before):
+        raise FinetuneError(
+            f"expected a model with a finite held-out loss, got {before} before LoRA: nothing was kept, "
+            f"{options.output} is as it was"
+        )
+    state = model.adapter_state(adapted.model)
+    broken = [name for name, tensor in state.items() if not bool(tensor.isfinite().all())]
+    if math.isfinite(after) and not broken:
+        return
+    found = f"numbers that are not finite in {broken[0]}" if broken else f"a held-out loss of {after}"
+    raise FinetuneError(
+        f"training has diverged: expected a finite adapter, got {found}: it was not kept, {options.output} is "
+        f"as it was; try a smaller --learning-rate than {options.learning_rate:g}"
+    )
 
 
 def read_back(
@@ -201,7 +245,7 @@ def read_back(
         say.fact("held-out loss", f"{loss(here)} here; {str(error).splitlines()[0]}")
         return results.Adapter(size, here, None, str(error))
     say.fact("held-out loss", f"{loss(here)} here, {loss(stock)} in stock PEFT on a fresh base")
-    if abs(stock - here) > SAME_LOSS:
+    if not abs(stock - here) <= SAME_LOSS:
         say.fact("beware", "stock PEFT does not get the same model out of this adapter")
     return results.Adapter(size, here, stock)
 
