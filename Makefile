@@ -65,7 +65,7 @@ test-python: test-cpp $(VENV)/installed
 	  "tests would be left out: rm $(VENV)/installed, then again" >&2; exit 1; }
 	AMX_EMULATOR_LIBRARY="$(EMULATOR)" $(BIN)/python -m pytest -q tests/python
 
-test-full: test lint tidy matrix qemu soft-avx512 asan tsan fuzz test-hypothesis peft-versions
+test-full: test lint tidy matrix qemu asan tsan fuzz test-hypothesis peft-versions
 
 # 0.19.1 loads adapters of fused experts with the transformers of its day only.
 peft-versions: $(VENV)/installed
