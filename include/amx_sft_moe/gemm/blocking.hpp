@@ -29,10 +29,11 @@ struct Blocking {
   static constexpr index_t kMinCols = 32;
   // Wider panels than this make too few tasks; reading 512 bytes of each row is enough for the prefetchers.
   static constexpr index_t kMaxCols = 256;
-  // Strips and products in place need no panel, so more columns cost nothing but C (and what of B was asked for ahead). A row of a weight is a page of
-  // its own or half of one, and its address is translated once for all columns of a task: at 256 columns eight
-  // tasks did so for the same rows (benchmarks/LOG.md). As long as each thread has tasks to choose from. Products in
-  // place, which mostly wait for memory, take whole rows where B has so many that it is more than C.
+  // Strips and products in place need no panel, so more columns cost nothing but C, and what of B was asked for ahead.
+  // A row of a weight is a page of its own or half of one, and its address is translated once for all columns of a
+  // task: at 256 columns eight tasks did so for the same rows (benchmarks/LOG.md). As long as each thread has tasks to
+  // choose from. Products in place, which mostly wait for memory, take whole rows where B has so many that it is more
+  // than C.
   static constexpr index_t kMaxStripCols = 2048;
   static constexpr index_t kMaxInPlaceCols = 8192;
   static constexpr index_t kManyRows = 64;
