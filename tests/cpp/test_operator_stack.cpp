@@ -145,6 +145,29 @@ TYPED_TEST(OperatorStack, RefusedBackwardKeepsItsEntry) {
   expect_same_bits(step_alone<TypeParam>(batches[0]), out);
 }
 
+// Factors of other ranks than the forward's do not fit what it saved.
+TYPED_TEST(OperatorStack, BackwardWithOtherRanksRefuses) {
+  const Problem problem = random_problem(kCase, kPlain, kWeightDType<TypeParam>);
+  Moe<TypeParam> moe = make_moe<TypeParam>(problem);
+  Outputs out(problem);
+  moe.forward_sft(problem.routing(), problem.x(), out.y());
+  amx_sft_moe::LoraWeights other = problem.lora();
+  other.up = other.down = {};
+  moe.set_lora(other);
+  try {
+    moe.backward(problem.grad_y(), out.gradients());
+    FAIL() << "accepted";
+  } catch (const StateError& error) {
+    EXPECT_STREQ(
+        error.what(),
+        "backward: expected LoRA ranks of gate, up and down as in the saved forward (5, 3, 2), got (5, 0, 0)");
+  }
+  EXPECT_EQ(moe.saved_depth(), 1);
+  moe.set_lora(problem.lora());
+  moe.backward(problem.grad_y(), out.gradients());
+  expect_same_bits(step_alone<TypeParam>(problem), out);
+}
+
 TYPED_TEST(OperatorStack, RefusedForwardPushesNothing) {
   const std::vector<Problem> batches = this->batches();
   Moe<TypeParam> moe = make_moe<TypeParam>(batches[0]);

@@ -143,6 +143,39 @@ def test_readme(material: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
         running.run(block)
 
 
+# What its C++ block takes for granted.
+GIVEN_CPP = """
+  const std::vector<bf16> matrices(4 * 16 * 32, to_bf16(0.5F));
+  const std::vector<float> factors(4 * 3 * 32, 0.25F);
+  std::vector<float> values(6 * 32, 1.0F), result(values), grad_x(values);
+  const std::vector<std::int64_t> ids{0, 1, 2, 3, 0, 1, 2, 3, 0, 1, 2, 3};
+  const Config config{.num_experts = 4, .top_k = 2, .hidden_size = 32, .intermediate_size = 16};
+  using Experts = ExpertMatrices<const bf16>;
+  const BaseWeights<bf16> weights{.gate = Experts::stacked(matrices.data(), 16, 32),
+                                  .up = Experts::stacked(matrices.data(), 16, 32),
+                                  .down = Experts::stacked(matrices.data(), 32, 16)};
+  LoraWeights lora;
+  lora.gate = {AnyConstExpertTensor(factors.data(), 4, 3, 32), AnyConstExpertTensor(factors.data(), 4, 16, 3)};
+  const Routing routing{6, ExpertIds(ids.data(), 2), AnyConstMatrix(values.data(), 6, 2, 2)};
+  const AnyConstMatrix x(values.data(), 6, 32, 32), grad_y = x;
+  const AnyMatrix y(result.data(), 6, 32, 32);
+  Gradients grads;
+  grads.x = AnyMatrix(grad_x.data(), 6, 32, 32);
+"""
+
+
+def test_the_program_of_the_readme(tmp_path: Path) -> None:
+    [block] = [block for block in blocks_of(README) if block.language == "cpp"]
+    top, body = block.code.split("\n\n", 1)
+    includes = "".join(f"#include <{name}>\n" for name in ("cstdint", "iostream", "vector"))
+    source = f"{includes}{top}\nint main() {{\n{GIVEN_CPP}\n{body}\n}}\n"
+    (tmp_path / "main.cpp").write_text(source)
+    command = ["g++", "-std=c++20", "-O0", "-fopenmp", f"-I{ROOT / 'include'}", "main.cpp", "-o", "main"]
+    subprocess.run(command, check=True, cwd=tmp_path, timeout=600)
+    run = subprocess.run(["./main"], check=True, cwd=tmp_path, timeout=100, capture_output=True, text=True)
+    assert "backward_gate_up" in run.stdout
+
+
 def test_what_is_not_run_says_why() -> None:
     left_out = {name: [b for b in blocks_of(DOCS / name) if "not run" in b.marks] for name in PAGES}
     assert {name: len(found) for name, found in left_out.items() if found} == NOT_RUN

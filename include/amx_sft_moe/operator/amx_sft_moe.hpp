@@ -96,6 +96,7 @@ class AMX_SFT_MOE {
   void backward(const AnyConstMatrix& grad_y, const Gradients& grads) {
     const InUse own = own_use(), shared = workspace_use();
     const SavedForward<Stored>& entry = stack_.top();
+    entry.require_ranks(lora_);
     run_backward(entry.routing(), entry.x(), entry.activations(), grad_y, grads);
     stack_.pop();
   }

@@ -3,7 +3,9 @@
 // not exist: a depth that nobody reaches costs nothing.
 #pragma once
 
+#include <algorithm>
 #include <deque>
+#include <iterator>
 #include <limits>
 
 #include "amx_sft_moe/core/aligned_buffer.hpp"
@@ -66,6 +68,16 @@ class SavedForward {
   }
   AnyConstMatrix x() const { return {x_.data, x_.rows, x_.cols, x_.row_stride}; }
   const SavedActivations<Stored>& activations() const { return activations_; }
+
+  // Throws StateError where the factors have other ranks than those of the forward.
+  void require_ranks(const LoraWeights& lora) const {
+    const index_t saved[] = {activations_.u_gate.cols, activations_.u_up.cols, activations_.u_down.cols};
+    const index_t now[] = {lora.gate.rank(), lora.up.rank(), lora.down.rank()};
+    if (std::equal(std::begin(saved), std::end(saved), std::begin(now))) return;
+    throw StateError(concat("backward: expected LoRA ranks of gate, up and down as in the saved forward (",
+                            saved[0], ", ", saved[1], ", ", saved[2], "), got (", now[0], ", ", now[1], ", ",
+                            now[2], ")"));
+  }
 
   index_t bytes() const {
     return x_buffer_.bytes() + gate_.bytes() + up_.bytes() + u_gate_.bytes() + u_up_.bytes() + u_down_.bytes() +
