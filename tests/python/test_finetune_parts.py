@@ -68,6 +68,9 @@ class TestOptions:
             ["--threads", "5000"],
             ["--seed", str(2**32)],
             ["--alpha", "1e300"],
+            ["--rank", str(10**9)],
+            ["--steps", str(10**10)],
+            ["--base-steps", str(10**10)],
             ["--batch-size", str(10**9)],
             ["--sequence-length", str(10**9)],
             ["--base-steps", "3", "--model", "x"],  # a checkpoint's base is not trained

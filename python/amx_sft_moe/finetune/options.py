@@ -12,6 +12,7 @@ from amx_sft_moe.system.process import DEFAULT_THREADS, default_threads
 _LARGEST_FLOAT32 = 2.0**128 - 2.0**104
 _LARGEST_SEED = 2**32 - 1  # numpy's, which transformers seeds too
 _LARGEST_BATCH, _LONGEST_SEQUENCE = 2**16, 2**20  # far above what trains, below what overflows
+_LARGEST_RANK, _MOST_STEPS = 2**16, 10**9
 _MOST_THREADS = 4096  # kMaxThreads of the operator
 
 OURS = "amx_sft_moe"  # experts_implementation: this package's operator
@@ -165,10 +166,10 @@ def parser() -> argparse.ArgumentParser:
         "float32 on CPUs without AVX512, where torch has no fast bfloat16 products)",
     )
     group = result.add_argument_group("how long and how")
-    add("--rank", "rank of the adapters", type=_at_least(1), metavar="R")
+    add("--rank", "rank of the adapters", type=_at_least(1, _LARGEST_RANK), metavar="R")
     group.add_argument("--alpha", type=_positive_float32, help="scaling is alpha / rank (default: 2 * rank)")
-    add("--steps", "LoRA steps", type=_at_least(1), metavar="N")
-    add("--base-steps", "steps of base training before them", type=_at_least(1), metavar="N")
+    add("--steps", "LoRA steps", type=_at_least(1, _MOST_STEPS), metavar="N")
+    add("--base-steps", "steps of base training before them", type=_at_least(1, _MOST_STEPS), metavar="N")
     add("--batch-size", "sequences a step", type=_at_least(1, _LARGEST_BATCH), metavar="N")
     add("--sequence-length", "tokens a sequence", type=_at_least(8, _LONGEST_SEQUENCE), metavar="N")
     add(
