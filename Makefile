@@ -17,6 +17,8 @@ NVTX_INCLUDE = $(shell $(BIN)/python -c "import nvidia, pathlib; \
   print(next((p.parent.parent for d in nvidia.__path__ for p in pathlib.Path(d).rglob('nvtx3/nvtx3.hpp')), ''))")
 # Without it the AMX tests in Python would be skipped. Absolute paths are quoted: the checkout's may have blanks.
 EMULATOR = $(shell find "$(abspath $(BUILD))" -name libamx_emulator.so 2>/dev/null | head -1)
+# On CPUs without AVX512 the C++ tests run its kernels and, with the emulator, those of AMX in software.
+SOFT_AVX512 = $(shell grep -qw avx512f /proc/cpuinfo || [ ! -e /usr/include/simde/x86/avx512.h ] && echo OFF || echo ON)
 # Folders too: theirs is the only date that changes when a source is removed.
 SOURCES := $(shell find cmake include python pyproject.toml CMakeLists.txt -not -name '*.pyc' -not -name __pycache__)
 
@@ -26,7 +28,7 @@ WHEEL_PYTHONS ?= $(PYTHON)
 # Several goals configure and build in the same folder. What they start has $(JOBS) of its own.
 .NOTPARALLEL:
 
-.PHONY: finetune test test-cpp test-python test-full test-hypothesis peft-versions soft-avx512 asan tsan fuzz matrix qemu lint types tidy coverage \
+.PHONY: finetune test test-cpp test-python test-full test-hypothesis peft-versions asan tsan fuzz matrix qemu lint types tidy coverage \
   mutation bench wheel clean help
 
 help:
@@ -39,7 +41,6 @@ help:
 	@echo "make matrix      a program by each compiler found, C++20 and C++23, strict warnings"
 	@echo "make qemu        one binary on emulated CPUs from SSE2 to AVX2"
 	@echo "make peft-versions  adapters and hook with PEFT 0.18 to 0.20"
-	@echo "make soft-avx512  the C++ tests with the kernels of AVX512 and AMX in software: on CPUs without either"
 	@echo "make bench       GEMM forms and one operator step beside this machine's limits"
 	@echo "make wheel       sdist and wheels into dist/, tried without a compiler; WHEEL_PYTHONS='python3.11 python3.13'"
 	@echo "make lint        clang-format, ruff, types"
@@ -53,8 +54,9 @@ finetune: $(VENV)/installed
 
 test: test-cpp test-python
 
-test-cpp: $(VENV)/onednn
-	$(BIN)/cmake -S . -B $(BUILD) -G Ninja -DAMX_SFT_MOE_NVTX_INCLUDE="$(NVTX_INCLUDE)"
+test-cpp: $(VENV)/onednn $(VENV)/simde
+	$(BIN)/cmake -S . -B $(BUILD) -G Ninja -DAMX_SFT_MOE_NVTX_INCLUDE="$(NVTX_INCLUDE)" \
+	  -DAMX_SFT_MOE_SOFT_AVX512=$(SOFT_AVX512)
 	$(BIN)/cmake --build $(BUILD) -j $(JOBS)
 	OMP_WAIT_POLICY=passive $(BIN)/ctest --test-dir $(BUILD) --output-on-failure -j $(JOBS)
 
@@ -83,22 +85,11 @@ peft-versions: $(VENV)/installed
 test-hypothesis: $(VENV)/installed
 	AMX_SFT_MOE_HYPOTHESIS=full $(BIN)/python -m pytest -q tests/python/test_hypothesis*.py
 
-asan: $(VENV)/onednn
-	$(BIN)/cmake -S . -B $(BUILD)-asan -G Ninja $(SANITIZED) \
+asan: $(VENV)/onednn $(VENV)/simde
+	$(BIN)/cmake -S . -B $(BUILD)-asan -G Ninja $(SANITIZED) -DAMX_SFT_MOE_SOFT_AVX512=$(SOFT_AVX512) \
 	  -DAMX_SFT_MOE_SANITIZE=address,undefined -DAMX_SFT_MOE_BENCHMARKS=OFF
 	$(BIN)/cmake --build $(BUILD)-asan -j $(JOBS)
 	OMP_WAIT_POLICY=passive $(BIN)/ctest --test-dir $(BUILD)-asan --output-on-failure -j $(JOBS)
-
-# The kernels of AVX512 and, with the emulator, of AMX where the CPU has AVX2 only.
-soft-avx512: $(VENV)/tools
-	@if [ ! -e /usr/include/simde/x86/avx512.h ]; then \
-	  echo "installing libsimde-dev by apt"; \
-	  $(SUDO) apt-get update -q && $(SUDO) env DEBIAN_FRONTEND=noninteractive apt-get install -y -q libsimde-dev; \
-	fi
-	$(BIN)/cmake -S . -B $(BUILD)-soft -G Ninja -DCMAKE_BUILD_TYPE=Release -DAMX_SFT_MOE_SOFT_AVX512=ON \
-	  -DAMX_SFT_MOE_ONEDNN=OFF -DAMX_SFT_MOE_BENCHMARKS=OFF -DAMX_SFT_MOE_EXAMPLES=OFF
-	$(BIN)/cmake --build $(BUILD)-soft -j $(JOBS)
-	OMP_WAIT_POLICY=passive $(BIN)/ctest --test-dir $(BUILD)-soft --output-on-failure -j $(JOBS) -E consumers
 
 # GCC's ThreadSanitizer does not understand libgomp. With archer it sees what libomp orders. oneDNN brings the other
 # OpenMP library along.
@@ -129,9 +120,10 @@ fuzz: $(VENV)/clang
 	  tests/fuzz/operator_fuzzer -max_len=400 -len_control=0 -verbosity=0 corpus
 
 # Which lines are reached does not depend on a case's numbers: of the long programs a twelfth is run.
-coverage: $(VENV)/onednn
+coverage: $(VENV)/onednn $(VENV)/simde
 	$(BIN)/pip install -q gcovr
 	$(BIN)/cmake -S . -B $(BUILD)-coverage -G Ninja -DCMAKE_BUILD_TYPE=Debug -DCMAKE_CXX_FLAGS="--coverage -O1" \
+	  -DAMX_SFT_MOE_SOFT_AVX512=$(SOFT_AVX512) \
 	  -DAMX_SFT_MOE_NVTX_INCLUDE="$(NVTX_INCLUDE)" -DAMX_SFT_MOE_BENCHMARKS=OFF
 	$(BIN)/cmake --build $(BUILD)-coverage -j $(JOBS)
 	OMP_WAIT_POLICY=passive $(BIN)/ctest --test-dir $(BUILD)-coverage -j $(JOBS) -E 'consumers|operator_cases'
@@ -193,6 +185,14 @@ $(VENV)/onednn: $(VENV)/tools
 	@if [ ! -f /usr/include/dnnl.hpp ]; then \
 	  echo "installing libdnnl-dev by apt"; \
 	  $(SUDO) apt-get update -q && $(SUDO) env DEBIAN_FRONTEND=noninteractive apt-get install -y -q libdnnl-dev || true; \
+	fi
+	@touch $@
+
+# For tests of AVX512's and AMX's kernels on CPUs without AVX512, which are skipped where it is not to be had.
+$(VENV)/simde: $(VENV)/tools
+	@if ! grep -qw avx512f /proc/cpuinfo && [ ! -e /usr/include/simde/x86/avx512.h ]; then \
+	  echo "installing libsimde-dev by apt"; \
+	  $(SUDO) apt-get update -q && $(SUDO) env DEBIAN_FRONTEND=noninteractive apt-get install -y -q libsimde-dev || true; \
 	fi
 	@touch $@
 

@@ -51,7 +51,7 @@ py::object chosen(const KernelProvider& kernels, DType weights) {
 
 py::dict instruction_sets() {
   const CpuFeatures cpu = arch::cpu_features();
-  const std::string refusal = arch::amx_refusal();
+  const std::string refusal = arch::amx_refusal(cpu);
   py::dict result;
   result["avx2"] = cpu.avx2;
   result["avx512"] = cpu.avx512;

@@ -91,8 +91,7 @@ inline long request_amx_permission() {
 }
 
 // Empty where AMX can be used; otherwise why not.
-inline std::string amx_refusal() {
-  const CpuFeatures cpu = cpu_features();
+inline std::string amx_refusal(const CpuFeatures& cpu) {
   if (!cpu.amx_tile || !cpu.amx_bf16) return "the CPU or the operating system reports no AMX-BF16";
   if (!cpu.avx512) return "AMX kernels need AVX512 (F, BW, DQ, VL) beside AMX";
   if (!cpu.amx_emulated && request_amx_permission() != 0) {

@@ -23,7 +23,7 @@ struct AmxBf16 {
   using Rows = arch::Avx512Rows;  // every CPU with AMX has AVX512
   using Activation = arch::Avx512Activation;
 
-  static std::string refusal() { return arch::amx_refusal(); }
+  static std::string refusal() { return arch::amx_refusal(arch::cpu_features()); }
   static bool available() { return refusal().empty(); }
 };
 
