@@ -6,18 +6,11 @@
 #include <cstdint>
 #include <utility>
 
+#include "amx_sft_moe/arch/blocking.hpp"
 #include "amx_sft_moe/arch/operands.hpp"
 
 AMX_SFT_MOE_NAMESPACE_BEGIN
 namespace arch {
-
-// These products are as fast as memory delivers, so it is asked twice. Far ahead into L2: a core waits for some ten
-// to sixteen lines at a time on their way to L1, for 48 on their way to L2. Then near, into L1.
-// gemm_nn: rows of B, far ahead the next block. gemm_nt: bytes along a row of W, far ahead the rows that come next.
-inline constexpr index_t kFarRows = 16;
-inline constexpr index_t kNearRows = 4;
-inline constexpr index_t kWaitingRows = 6;  // of A, up to which L1 is asked: more have work until L2 delivers
-inline constexpr index_t kNearBytes = 512;
 
 // What may lie behind a row's end, and behind all memory that there is: a number until it is asked for.
 inline const char* bytes_behind(const void* from, index_t bytes) {
@@ -48,16 +41,10 @@ struct InPlaceSteps {
 // are two vectors of products, in an order that suits the type and the instructions.
 template <class Tiles, int MostRows, int MostTokens, int DotOuts, int DotTokens>
 struct InPlaceProducts {
-  // Whether gemm_nn and gemm_tn read B in place: for few rows of A; or for few steps along K, where making so shallow
-  // a strip takes longer than reading B once more for every MostRows of them. Twice as many take as long either way.
-  static constexpr bool in_place(index_t k, index_t rows) {
-    constexpr index_t kSteps = 8;
-    return rows <= MostRows || k <= kSteps;
-  }
+  // Whether gemm_nn and gemm_tn read B in place: for few rows of A, or few steps along K.
+  static constexpr bool in_place(index_t k, index_t rows) { return rows <= MostRows || k <= kFewSteps; }
   // Tokens up to which gemm_nt does.
   static constexpr int kInPlaceTokens = MostTokens;
-  // A dot product ends with a sum over lanes, which costs as much as several vectors of products.
-  static constexpr index_t kInPlaceDepth = 64;
 
   // C [rows, cols] += A [rows, k] x B [k, cols], B's columns adjacent. A block of B's rows at a time, whose addresses
   // stay translated while parts of C, small enough for L1, take it in: a row is a page or more, so the fewer times
@@ -158,9 +145,8 @@ struct InPlaceProducts {
     Tiles::add_steps(steps, product.cols, c.after(kk));
   }
 
-  // 24 KiB of C: half of an L1 of 48, three quarters of one of 32. The rest is for the lines of B that pass by.
   static constexpr index_t part_of_columns(index_t rows, index_t cols) {
-    constexpr index_t kFloats = (24 << 10) / sizeof(float);
+    constexpr index_t kFloats = kSumsBytes / index_t{sizeof(float)};
     const index_t parts = ceil_div(cols * rows, kFloats);
     return round_up(ceil_div(cols, parts), index_t{64});
   }

@@ -9,16 +9,12 @@
 
 #include <utility>
 
+#include "amx_sft_moe/arch/blocking.hpp"
 #include "amx_sft_moe/arch/operands.hpp"
 #include "amx_sft_moe/arch/paced_prefetch.hpp"
 
 AMX_SFT_MOE_NAMESPACE_BEGIN
 namespace arch {
-
-// A piece of a row of bf16 is two cache lines, which hardware fetches in pairs anyway, and a product of 6 rows needs
-// so few row pointers that none is spilled: with 12 rows x 32 columns the compiler kept four of them in vector
-// registers, whose moves compete with the arithmetic.
-inline constexpr index_t kStripCols = 64;
 
 // Micro has, with its own target attribute, for 1 <= R <= Rows and 1 <= P <= Panels:
 //   template <int R, int P>
@@ -31,9 +27,7 @@ struct StripTiles {
   using Element = E;
   static constexpr index_t kCols = Panels * kPanelCols;
   static_assert(kStripCols % kCols == 0);
-  // Elements along K: as many as make a block of fp32 16 KiB, a third to half of L1. The deeper, the less often C passes
-  // through registers.
-  static constexpr index_t kStripDepth = (16 << 10) / index_t{sizeof(float)} / kCols;
+  static constexpr index_t kStripDepth = kStripBlockBytes / index_t{sizeof(float)} / kCols;  // elements along K
   static constexpr index_t kStepsATurn = StepsATurn;
   static constexpr index_t kKUnit = kPairing<E>;  // A and strips are padded with zeros to multiples of it
   static constexpr bool kStrips = true;

@@ -1,5 +1,5 @@
-// Every block size of the operator, in one place, with its derivation. They change speed, never bits (but for
-// kGradTokens, which is the same everywhere).
+// The sizes of the operator's tasks, panels and products, with their derivation (those within a product:
+// arch/blocking.hpp). They change speed, never bits (but for kGradTokens, which is the same everywhere).
 #pragma once
 
 #include <unistd.h>

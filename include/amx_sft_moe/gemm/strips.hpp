@@ -27,13 +27,10 @@ namespace gemm {
 template <class Micro>
 inline constexpr bool kDeepStrips = Micro::kCols < arch::kStripCols;
 
-// Steps of K that a strip of rows is deep. 32 rows of B, and the 32 that come next, are 64 pages: the data TLB of a core
-// holds 64 to 96, and strips of 64 read memory slower. Many rows of A, and deep strips, rather want C passing through
-// registers less often. A strip of columns is read along 64 rows whatever its depth.
+// Steps of K that a strip of rows is deep. A strip of columns is read along 64 rows whatever its depth.
 template <class Micro>
 constexpr index_t row_strip_depth(index_t rows) {
-  constexpr index_t kFewRows = 48;
-  return rows <= kFewRows && !kDeepStrips<Micro> ? Micro::kStripDepth / 2 : Micro::kStripDepth;
+  return rows <= arch::kShallowStripRows && !kDeepStrips<Micro> ? Micro::kStripDepth / 2 : Micro::kStripDepth;
 }
 
 // Floats from row to row of C: whole strips, and rows not 4 KiB apart.
@@ -156,7 +153,7 @@ void multiply_columns(Scratch& scratch, const typename Kernel::Compute* x, index
   using Micro = typename Kernel::Microkernel;
   using E = typename Kernel::Compute;
   if constexpr (MultipliesInPlace<Kernel>) {
-    if (all_tokens <= Micro::kInPlaceTokens && k >= Micro::kInPlaceDepth) {
+    if (all_tokens <= Micro::kInPlaceTokens && k >= arch::kLongDot) {
       return with_adjacent_rows<Kernel>(scratch, w, out, k, [&]<class S>(const arch::RowSource<S>& source) {
         float* ordered = scratch.a_rows.template as<float>(Micro::ordered_size(tokens, k));
         Micro::template order_tokens<S>(x, x_stride, tokens, k, ordered);

@@ -4,6 +4,7 @@
 
 #include "amx_sft_moe/arch/avx2/columns.hpp"
 #include "amx_sft_moe/arch/avx2/rows.hpp"
+#include "amx_sft_moe/arch/blocking.hpp"
 
 AMX_SFT_MOE_NAMESPACE_BEGIN
 namespace arch::avx2 {
@@ -38,15 +39,14 @@ template <class S>
 AMX_SFT_MOE_TARGET_AVX2 inline void pack_rows(const RowSource<S>& src, index_t k, index_t k_padded,
                                               index_t cols, float scale, float* panels, index_t panel_stride) {
   if (src.col_stride != 1) return PortableRows::pack_rows(src, k, k_padded, cols, scale, panels, panel_stride);
-  constexpr index_t kAhead = 8;  // rows ahead: strided rows of a weight panel defeat the hardware's prefetchers
   float* out = panels;
   for (index_t kk = 0; kk < k_padded; ++kk, out += kPanelCols) {
     if (kk >= k) {
       clear_step(cols, out, panel_stride);
       continue;
     }
-    if (kk + kAhead < k) {
-      const char* row = reinterpret_cast<const char*>(src.row(kk + kAhead));
+    if (kk + kPackRowsAhead < k) {
+      const char* row = reinterpret_cast<const char*>(src.row(kk + kPackRowsAhead));
       for (index_t byte = 0; byte < cols * static_cast<index_t>(sizeof(S)); byte += 64) {
         _mm_prefetch(row + byte, _MM_HINT_T0);
       }

@@ -3,6 +3,7 @@
 #pragma once
 
 #include "amx_sft_moe/arch/avx512/vector.hpp"
+#include "amx_sft_moe/arch/blocking.hpp"
 #include "amx_sft_moe/arch/portable/rows.hpp"
 
 AMX_SFT_MOE_NAMESPACE_BEGIN
@@ -102,7 +103,6 @@ AMX_SFT_MOE_TARGET_AVX512 inline void prefetch_rows(const RowSource<S>& src, ind
     }
   }
 }
-inline constexpr index_t kPrefetchRows = 8;  // ahead
 
 // See PortableRows::pack_rows.
 template <class E, class S>
@@ -113,7 +113,7 @@ AMX_SFT_MOE_TARGET_AVX512 inline void pack_rows(const RowSource<S>& src, index_t
   const PanelStep step = PanelStep::of_stride(panel_stride);
   E* out = panels;
   for (index_t kk = 0; kk < k_padded; kk += kGroup, out += kPanelCols * kGroup) {
-    if (kk + kPrefetchRows + 1 < k) prefetch_rows(src, kk + kPrefetchRows, kGroup, cols);
+    if (kk + kPackRowsAhead + 1 < k) prefetch_rows(src, kk + kPackRowsAhead, kGroup, cols);
     pack_step(src, kk, k, cols, scale, out, step);
   }
 }

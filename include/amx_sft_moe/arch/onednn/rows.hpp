@@ -31,8 +31,8 @@ struct PairedAvx512Rows : Avx512Rows {
     const index_t paired = cols - single;
     E* last = panels + paired / kPanelCols * panel_stride;
     for (index_t kk = 0; kk < k_padded; kk += kGroup) {
-      if (kk + avx512::kPrefetchRows + 1 < k) {
-        avx512::prefetch_rows(src, kk + avx512::kPrefetchRows, kGroup, cols);
+      if (kk + kPackRowsAhead + 1 < k) {
+        avx512::prefetch_rows(src, kk + kPackRowsAhead, kGroup, cols);
       }
       avx512::pack_step(src, kk, k, paired, scale, panels + (k_begin + kk) * kPairCols, step);
       if (single == 0) continue;

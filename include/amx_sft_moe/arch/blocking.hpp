@@ -1,0 +1,47 @@
+// Sizes and distances within products, with what they follow from: the caches of a core, and how many lines it asks
+// memory for at a time. Those of tasks and panels are gemm/blocking.hpp's. Compiled in, as L1 is 32 or 48 KiB in all CPUs
+// with AVX2 or more; L2, which differs more, is asked for at run time there. They change speed, never bits.
+#pragma once
+
+#include "amx_sft_moe/core/element.hpp"
+
+AMX_SFT_MOE_NAMESPACE_BEGIN
+namespace arch {
+
+// Strips (arch/strips.hpp).
+//
+// A piece of a row of bf16 is two cache lines, which hardware fetches in pairs anyway, and a product of 6 rows needs
+// so few row pointers that none is spilled: with 12 rows x 32 columns the compiler kept four of them in vector
+// registers, whose moves compete with the arithmetic.
+inline constexpr index_t kStripCols = 64;
+// Of a strip's block as wide as a register tile, in fp32: a third to half of L1. The deeper, the less often C passes
+// through registers.
+inline constexpr index_t kStripBlockBytes = index_t{16} << 10;
+// Rows of A up to which strips of one block are half as deep where rows of B are K: 32 rows of B, and the 32 that come
+// next, are 64 pages; the data TLB of a core holds 64 to 96, and strips of 64 read memory slower. More rows rather want
+// C passing through registers less often.
+inline constexpr index_t kShallowStripRows = 48;
+
+// Products in place (arch/in_place.hpp). They are as fast as memory delivers, so it is asked twice. Far ahead into L2: a
+// core waits for some ten to sixteen lines at a time on their way to L1, for 48 on their way to L2. Then near, into L1.
+// gemm_nn: rows of B, far ahead the next block. gemm_nt: bytes along a row of W, far ahead the rows that come next.
+inline constexpr index_t kFarRows = 16;
+inline constexpr index_t kNearRows = 4;
+inline constexpr index_t kNearBytes = 512;
+inline constexpr index_t kWaitingRows = 6;  // of A, up to which L1 is asked: more have work until L2 delivers
+// Of C that takes in a block of B's rows: half of an L1 of 48 KiB, three quarters of one of 32. The rest is for the lines
+// of B that pass by.
+inline constexpr index_t kSumsBytes = index_t{24} << 10;
+// Steps along K up to which any number of rows is multiplied in place: making so shallow a strip takes longer than
+// reading B once more for every few of them. Twice as many take as long either way.
+inline constexpr index_t kFewSteps = 8;
+// K from which gemm_nt multiplies in place: a dot product ends with a sum over lanes, which costs as much as several
+// vectors of products.
+inline constexpr index_t kLongDot = 64;
+
+// Panels (pack_rows of each instruction set): rows asked for ahead. Rows of a weight are 4 to 28 KiB apart, which
+// hardware prefetchers do not follow; eight rows of a panel of 64 to 256 columns are the lines that a core waits for.
+inline constexpr index_t kPackRowsAhead = 8;
+
+}  // namespace arch
+AMX_SFT_MOE_NAMESPACE_END
