@@ -100,8 +100,8 @@ LONG_UNDER_TSAN := operator_cases|operator_exact
 UNDER_TSAN := OMP_WAIT_POLICY=passive OMP_TOOL_LIBRARIES=/usr/lib/llvm-19/lib/libarcher.so \
   TSAN_OPTIONS=ignore_noninstrumented_modules=1
 
-tsan: $(VENV)/clang
-	$(BIN)/cmake -S . -B $(BUILD)-tsan -G Ninja $(SANITIZED) $(CLANG) \
+tsan: $(VENV)/clang $(VENV)/simde
+	$(BIN)/cmake -S . -B $(BUILD)-tsan -G Ninja $(SANITIZED) $(CLANG) -DAMX_SFT_MOE_SOFT_AVX512=$(SOFT_AVX512) \
 	  -DAMX_SFT_MOE_SANITIZE=thread -DAMX_SFT_MOE_ONEDNN=OFF -DAMX_SFT_MOE_BENCHMARKS=OFF -DAMX_SFT_MOE_EXAMPLES=OFF
 	$(BIN)/cmake --build $(BUILD)-tsan -j $(JOBS)
 	$(UNDER_TSAN) $(BIN)/ctest --test-dir $(BUILD)-tsan --output-on-failure -j $(JOBS) \
@@ -111,8 +111,9 @@ tsan: $(VENV)/clang
 	GTEST_TOTAL_SHARDS=16 GTEST_SHARD_INDEX=3 \
 	  $(UNDER_TSAN) $(BIN)/ctest --test-dir $(BUILD)-tsan --output-on-failure -j $(JOBS) -R '$(LONG_UNDER_TSAN)'
 
-fuzz: $(VENV)/clang
+fuzz: $(VENV)/clang $(VENV)/simde
 	$(BIN)/cmake -S . -B $(BUILD)-fuzz -G Ninja -DCMAKE_BUILD_TYPE=Release $(CLANG) -DAMX_SFT_MOE_FUZZERS=ON \
+	  -DAMX_SFT_MOE_SOFT_AVX512=$(SOFT_AVX512) \
 	  -DAMX_SFT_MOE_ONEDNN=OFF -DAMX_SFT_MOE_BENCHMARKS=OFF -DAMX_SFT_MOE_EXAMPLES=OFF
 	$(BIN)/cmake --build $(BUILD)-fuzz -j $(JOBS) --target operator_fuzzer
 	mkdir -p $(BUILD)-fuzz/corpus
