@@ -22,8 +22,11 @@ COSTS = Path(__file__).resolve().parent / "task_costs.json"
 FORWARD = ("gather", "gate_up", "down", "sum_tokens")
 BACKWARD = ("scatter", "grad_down", "grad_activation", "grad_gate_up", "grad_sum_tokens")
 TOKEN_REGIONS = ("sum_tokens", "grad_sum_tokens")  # their tasks are tokens, not an expert's rows
-NT_REGIONS = ("gather", "gate_up", "down")  # gemm_nt chooses by all rows of the expert
-IN_PLACE_ROWS = 8  # up to here some kernels read weights where they lie
+# gemm_nt reads weights where they lie for experts of up to so many rows in all, and packs strips for others,
+# also for a task of their last few rows (InPlaceProducts of the kernels' microkernels). Kernels not named here
+# always pack. gemm_nn and gemm_tn choose by a task's own rows, which is what was measured.
+NT_REGIONS = ("gather", "gate_up", "down")
+IN_PLACE_ROWS = {"avx512": 12, "avx2": 8}
 LORA_A_DOWN = -1  # kind of what the last task of a group of gate_up goes on with
 
 
@@ -120,17 +123,26 @@ class Costs:
     """Measured time of a task by region, kind and rows; linear in rows between what was measured, and in
     columns.
 
-    ``lines`` are those of ``bench_tasks costs``.
+    ``lines`` are those of ``bench_tasks costs``, of products that gemm_nt made in place for experts of up to
+    ``in_place_rows``.
     """
 
-    def __init__(self, lines: Iterable[dict[str, Any]]) -> None:
+    def __init__(self, lines: Iterable[dict[str, Any]], in_place_rows: int) -> None:
         table: dict[tuple[str, int], list[tuple[int, float]]] = defaultdict(list)
         for line in lines:
             table[line["region"], line["kind"]].append((line["rows"], line["ns"] / line["columns"]))
         self._table = {key: sorted(points) for key, points in table.items()}
+        self._in_place_rows = in_place_rows
 
-    def per_column(self, region: str, kind: int, rows: int) -> float:
+    def per_column(self, region: str, kind: int, rows: int, expert_rows: int) -> float:
         points = self._table[region, kind]
+        if region in NT_REGIONS:  # in place, or in strips: never from one to the other
+            in_place = [point for point in points if point[0] <= self._in_place_rows]
+            if in_place and expert_rows <= self._in_place_rows:
+                rows = min(rows, in_place[-1][0])  # reading the weights is most of it
+                points = in_place
+            else:
+                points = points[len(in_place) :]
         if len(points) == 1 or rows <= points[0][0]:
             return points[0][1]
         at = min(bisect.bisect_left(points, (rows,)), len(points) - 1)
@@ -140,10 +152,7 @@ class Costs:
     def ns(self, region: str, task: Task) -> float:
         if region in TOKEN_REGIONS:
             return task.rows * min(ns for _, ns in self._table[region, 0])
-        rows = task.rows
-        if region in NT_REGIONS and rows <= IN_PLACE_ROWS < task.expert_rows:
-            rows = IN_PLACE_ROWS + 1
-        return max(task.cols, 1) * self.per_column(region, task.kind, rows)
+        return max(task.cols, 1) * self.per_column(region, task.kind, task.rows, task.expert_rows)
 
 
 def machine_kind() -> str:
@@ -160,7 +169,8 @@ def measure(program: Path, shapes: dict[str, int], kernels: Iterable[str], repea
         for kernel in kernels:
             text = run_program(program, "costs", shape, kernel, most_rows, repeats)
             lines = [json.loads(line) for line in text.splitlines()]
-            found.append({"shape": shape, "kernel": kernel, "lines": lines})
+            in_place = IN_PLACE_ROWS.get(kernel, 0)
+            found.append({"shape": shape, "kernel": kernel, "in_place_rows": in_place, "lines": lines})
     return {"machine": machine_kind(), "date": datetime.date.today().isoformat(), "costs": found}
 
 
@@ -168,5 +178,5 @@ def load_costs(path: Path, shape: str, kernel: str) -> Costs:
     """Of the shape with these matrices; the number of experts does not matter to a task."""
     for entry in json.loads(path.read_text())["costs"]:
         if entry["shape"] == shape and entry["kernel"] == kernel:
-            return Costs(entry["lines"])
+            return Costs(entry["lines"], entry["in_place_rows"])
     raise SystemExit(f"{path}: no costs of {shape} for {kernel}; python benchmarks/replay.py measure")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from pathlib import Path
 
@@ -9,7 +10,8 @@ import pytest
 
 import amx_sft_moe
 
-BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
+ROOT = Path(__file__).resolve().parents[2]
+BENCHMARKS = ROOT / "benchmarks"
 sys.path.insert(0, str(BENCHMARKS))
 
 import amx_model  # noqa: E402
@@ -74,34 +76,59 @@ class TestMemory:
         assert outcome.busy_ns == pytest.approx(30)
 
 
+def line(region: str, rows: int, ns: int, columns: int = 10) -> dict[str, object]:
+    return {"region": region, "kind": 0, "rows": rows, "columns": columns, "ns": ns}
+
+
 LINES = [
-    {"region": "down", "kind": 0, "rows": 4, "columns": 10, "ns": 100},
-    {"region": "down", "kind": 0, "rows": 8, "columns": 10, "ns": 300},
-    {"region": "down", "kind": 0, "rows": 9, "columns": 10, "ns": 1000},
-    {"region": "sum_tokens", "kind": 0, "rows": 4, "columns": 2, "ns": 50},
+    line("down", 4, 100),
+    line("down", 8, 300),
+    line("down", 9, 1000),
+    line("down", 16, 1700),
+    line("grad_down", 8, 300),
+    line("grad_down", 9, 1000),
+    line("grad_down", 16, 1700),
+    line("sum_tokens", 4, 50, 2),
 ]
 
 
-def down(rows: int, expert_rows: int) -> tasklist.Task:
+def task(rows: int, expert_rows: int) -> tasklist.Task:
     return tasklist.Task(0, 0, 0, expert_rows, 0, rows, 0, 20)
 
 
 class TestCosts:
     @pytest.mark.parametrize(
-        ("rows", "expert_rows", "ns"),
+        ("in_place_rows", "rows", "expert_rows", "ns"),
         [
-            (4, 4, 200),
-            (6, 6, 400),  # between two that were measured
-            (2, 2, 200),  # below the first: the weights are read all the same
-            (10, 10, 20 * 170),  # above the last: on with the last slope
-            (5, 261, 2000),  # the rest of a large expert is not multiplied in place
+            (8, 4, 4, 200),
+            (8, 6, 6, 400),  # between two that were measured
+            (8, 2, 2, 200),  # below the first: the weights are read all the same
+            (8, 18, 18, 20 * 190),  # above the last: on with the last slope
+            (8, 5, 261, 2000),  # the rest of a large expert is not multiplied in place
+            (8, 10, 10, 2200),
+            (12, 5, 261, 20 * 170),  # 9 rows were in place: 16 are the first strips
+            (12, 10, 10, 2000),  # in place, beyond the last that was measured
+            (12, 13, 13, 20 * 170),  # strips, below the first that were measured
+            (0, 5, 261, 300),  # the kernel always packs
         ],
     )
-    def test_interpolated(self, rows: int, expert_rows: int, ns: float) -> None:
-        assert tasklist.Costs(LINES).ns("down", down(rows, expert_rows)) == pytest.approx(ns)
+    def test_interpolated(self, in_place_rows: int, rows: int, expert_rows: int, ns: float) -> None:
+        costs = tasklist.Costs(LINES, in_place_rows)
+        assert costs.ns("down", task(rows, expert_rows)) == pytest.approx(ns)
+
+    @pytest.mark.parametrize(("rows", "ns"), [(5, 600), (9, 2000), (12, 2600)])
+    def test_backward_goes_by_a_tasks_own_rows(self, rows: int, ns: float) -> None:
+        assert tasklist.Costs(LINES, 12).ns("grad_down", task(rows, 261)) == pytest.approx(ns)
 
     def test_tokens(self) -> None:
-        assert tasklist.Costs(LINES).ns("sum_tokens", tasklist.Task(0, 0, -1, 0, 16, 3, 0, 0)) == 75
+        assert tasklist.Costs(LINES, 8).ns("sum_tokens", tasklist.Task(0, 0, -1, 0, 16, 3, 0, 0)) == 75
+
+
+def test_rows_in_place_are_those_of_the_microkernels() -> None:
+    headers = sorted((ROOT / "include" / "amx_sft_moe" / "arch").glob("*/microkernel*.hpp"))
+    tiles = r"InPlaceProducts<(\w+)::InPlaceTiles, \d+, (\d+),"  # MostRows, MostTokens
+    found = [match for header in headers for match in re.findall(tiles, header.read_text(encoding="utf-8"))]
+    assert {kernel: int(rows) for kernel, rows in found} == tasklist.IN_PLACE_ROWS
 
 
 def test_committed_costs_cover_what_is_replayed() -> None:
@@ -114,7 +141,7 @@ def test_committed_costs_cover_what_is_replayed() -> None:
                 ("grad_gate_up", (0, 1, 2, 3)),
             ):
                 for kind in kinds:
-                    few, many = (costs.per_column(region, kind, rows) for rows in (1, 128))
+                    few, many = (costs.per_column(region, kind, rows, rows) for rows in (1, 128))
                     assert few > 0
                     assert many > few or kernel == replay.COUNTED_KERNEL  # that packs weights whatever the rows
 
