@@ -29,10 +29,11 @@ from tasklist import Costs, Region, Task, TaskList
 PUBLISHED_MS = {"forward": 129.6, "backward": 341.6}
 SHAPE, THREADS = "deepseek-v3", 60
 
-# Cycles between two of the same instruction, and until a product can be added to again: Intel's optimization
-# reference manual, its table of AMX throughput and latency (TDP 16 and 52, TILELOADD 8 and 45, TILESTORED 16,
-# LDTILECFG some 200 of latency). They agree with what is published elsewhere: 1024 bf16 operations a cycle and
-# core are 16 cycles for 2 x 16 x 16 x 32; two loads of 64 bytes a cycle are 8 for a tile, one store a cycle 16.
+# Cycles between two of the same instruction, and until a product can be added to again: Intel 64 and IA-32
+# Architectures Optimization Reference Manual, volume 1 (document 248966), chapter 20, Table 20-2: TDPBF16PS
+# 16 and 52, TILELOADD 8 and 45, TILESTORED 16, LDTILECFG 204 of latency. README.md tells what was confirmed.
+# 16, 8 and 16 also follow from 1024 bf16 operations a cycle and core for 2 x 16 x 16 x 32, two loads of 64
+# bytes a cycle and one store.
 PRODUCT, PRODUCT_LATENCY = 16, 52
 LOAD, LOAD_LATENCY = 8, 45
 STORE, ZERO, CONFIGURE = 16, 1, 200
@@ -197,8 +198,8 @@ def print_estimates(tasks: TaskList, vector: Costs) -> None:
             figures = [pass_ms(estimates, forward, f) for f in ("bound_ms", "replay_ms", "apart_ms")]
             cells.append(", ".join(f"{ms:.0f}" for ms in figures))
         print(f"| {xeon.name} | {xeon.ghz} | {xeon.bytes_per_ns:.0f} | {cells[0]} | {cells[1]} |")
-    published = PUBLISHED_MS
-    print(f"| published, kt-kernel on 60 threads | | | {published['forward']} | {published['backward']} |")
+    published = " | ".join(str(PUBLISHED_MS[name]) for name in ("forward", "backward"))
+    print(f"| published, KTransformers' operator on 60 threads | | | {published} |")
 
 
 def main() -> None:
