@@ -2,10 +2,12 @@
 
     python benchmarks/in_process.py [--tokens 512] [--threads 2] [--bench build/benchmarks/bench_step]
 
-Four questions about one layer of Qwen3-30B-A3B (E=128 k=8 H=2048 I=768), bf16, r = 16:
+Five questions about one layer of Qwen3-30B-A3B (E=128 k=8 H=2048 I=768), bf16, r = 16:
 
     beside torch    a step right after matrix products of torch, whose OpenMP threads are still awake, over a
                     step while torch is idle; and over the C++ program alone, with --bench
+    sleeping        voluntary context switches of all threads of the process during a step: how often one of
+                    them waited in the kernel (a futex, a nanosleep), where it should compute or spin
     idle            CPU time that the process uses in the second after a step
     first step      of a new operator over weights in the page cache, mapped from a safetensors file and
                     never touched, over a steady one
@@ -18,12 +20,14 @@ from __future__ import annotations
 
 import argparse
 import re
+import resource
 import statistics
 import subprocess
 import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Protocol
 
 import torch
 from safetensors import safe_open
@@ -55,6 +59,10 @@ def mapped(path: Path) -> dict[str, torch.Tensor]:
     """The base weights, mapped and not read."""
     with safe_open(path, "pt") as file:
         return {name: file.get_tensor(name) for name in BASE}
+
+
+class Steps(Protocol):
+    def step(self) -> float: ...
 
 
 class Layer:
@@ -103,6 +111,19 @@ def beside_torch(layer: Layer, turns: int) -> tuple[float, float]:
             times.append(layer.step())
         busy.append(times[-1])
     return statistics.median(quiet[1:]), statistics.median(busy[1:])
+
+
+def sleeps(layer: Steps, turns: int) -> tuple[float, int]:
+    """Voluntary context switches in a step, of all threads of the process: median and most. Steps follow one
+    another after a pause, so that torch's threads are asleep and the operator's awake."""
+    time.sleep(0.2)
+    layer.step()
+    found = []
+    for _ in range(turns):
+        before = resource.getrusage(resource.RUSAGE_SELF).ru_nvcsw
+        layer.step()
+        found.append(resource.getrusage(resource.RUSAGE_SELF).ru_nvcsw - before)
+    return statistics.median(found), max(found)
 
 
 def idle_cpu(layer: Layer, turns: int) -> float:
@@ -176,6 +197,10 @@ def main() -> None:
         report("step of the C++ program", statistics.median(program) * 1e3, "ms", "in turns with the others")
         ratio = statistics.median(b / p for b, p in zip(busy, program, strict=True))
         report("right after products of torch, over it", ratio, "", "aim: at most 1.1")
+    median, most = sleeps(layer, 2 * args.turns)
+    report(
+        "times that a thread slept in a step", median, "", f"aim: 0, none waits in the kernel; at most {most}"
+    )
     report("CPU time in the second after a step", idle_cpu(layer, 5) * 1e3, "ms", "aim: at most 20")
 
 

@@ -1,0 +1,42 @@
+"""How benchmarks/in_process.py counts a thread's waiting in the kernel."""
+
+from __future__ import annotations
+
+import sys
+import threading
+import time
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks"))
+
+import in_process
+
+
+class Sleeper:
+    def __init__(self, times: int) -> None:
+        self.times = times
+
+    def step(self) -> float:
+        for _ in range(self.times):
+            time.sleep(0.001)
+        return 0.0
+
+
+class WithThread(Sleeper):
+    """Another thread than the caller's sleeps, the caller waits for it once more."""
+
+    def step(self) -> float:
+        thread = threading.Thread(target=super().step)
+        thread.start()
+        thread.join()
+        return 0.0
+
+
+def test_each_sleep_of_a_step_counts() -> None:
+    median, most = in_process.sleeps(Sleeper(20), 3)
+    assert 20 <= median <= most
+    assert in_process.sleeps(Sleeper(0), 9)[0] < 5  # other threads of this process seldom wake
+
+
+def test_those_of_other_threads_too() -> None:
+    assert in_process.sleeps(WithThread(20), 3)[0] >= 20
