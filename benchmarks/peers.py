@@ -61,6 +61,7 @@ class Problem:
     threads: int
     base: dict[str, torch.Tensor] = field(default_factory=dict)
     lora: dict[str, torch.Tensor] = field(default_factory=dict)
+    fp32: Problem | None = None
 
     @classmethod
     def random(cls, shape: str, tokens: int, threads: int, routing: str, seed: int = 0) -> Problem:
@@ -84,11 +85,13 @@ class Problem:
         return problem
 
     def in_fp32(self) -> Problem:
-        """The same numbers in fp32, in which torch multiplies faster on CPUs without AVX512."""
-        base, lora = ({k: v.float() for k, v in group.items()} for group in (self.base, self.lora))
-        other = copy.copy(self)
-        other.base, other.lora, other.x, other.grad_y = base, lora, self.x.float(), self.grad_y.float()
-        return other
+        """The same numbers in fp32, in which torch multiplies faster on CPUs without AVX512; made once."""
+        if self.fp32 is None:
+            base, lora = ({k: v.float() for k, v in group.items()} for group in (self.base, self.lora))
+            self.fp32 = copy.copy(self)
+            self.fp32.base, self.fp32.lora = base, lora
+            self.fp32.x, self.fp32.grad_y = self.x.float(), self.grad_y.float()
+        return self.fp32
 
     def flop(self) -> tuple[float, float]:
         """Useful floating point operations of forward and backward: the base once each, LoRA once and twice."""

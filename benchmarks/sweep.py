@@ -1,10 +1,18 @@
-"""All figures of peers.py in one command: one run for each number of tokens and each layer, a table, a picture.
+"""All figures of peers.py in one command: one run for each layer and number of tokens, a table with the targets
+of each line and whether it met them, a picture.
 
-    python benchmarks/sweep.py run.jsonl [--quick] [--picture docs/speed.svg] [--redraw]
+    python benchmarks/sweep.py run.jsonl [--quick | --all] [--picture docs/speed.svg] [--redraw]
 
-Runs peers.py in a process of its own for each line below and appends its JSON lines to run.jsonl; what stands
-there already is not run again, so an interrupted sweep goes on. `--redraw` only makes table and picture. Some
-twenty minutes on two cores; nothing else should run meanwhile.
+Runs peers.py in a process of its own for each line and appends its JSON lines to run.jsonl; what stands there
+already is not run again, so an interrupted sweep goes on. `--redraw` only makes table and picture. Nothing else
+should run meanwhile. On two cores, by the times of peers.jsonl: some ten minutes for the main layer alone
+(`--quick`), three quarters of an hour for all layers at T = 8, 128 and 512, as much again with `--all`, which
+has 2048 too; several times as long without AVX512.
+
+A line meets its targets where our step is at most TARGETS' share of the fastest rival's and shorter than that
+of kt-kernel with an int8 base, which is no rival otherwise: it computes something else. A rival that is not
+there (not installed, or not for this CPU) is not compared with. Where the CPU has no bf16 products, torch in
+fp32 is a rival too, with the same numbers: it is several times as fast there as torch in bf16.
 """
 
 from __future__ import annotations
@@ -13,76 +21,179 @@ import argparse
 import json
 import subprocess
 import sys
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any, NamedTuple
 
 HERE = Path(__file__).resolve().parent
 MAIN = "qwen3-30b-a3b"
-TOKENS = (8, 32, 128, 512, 2048)
+TOKENS = (8, 32, 128, 512, 2048)  # of the main layer
+OTHER_TOKENS = (8, 128, 512)
+OTHER_TOKENS_OF_ALL = (*OTHER_TOKENS, 2048)
+# shape, routing, turns
+OTHERS = (
+    (MAIN, "zipf", 5),
+    ("deepseek-v3-32", "uniform", 3),
+    ("mixtral", "uniform", 3),
+    ("gpt-oss", "uniform", 5),
+    ("qwen3-235b-64", "uniform", 3),
+    ("small", "uniform", 7),
+    ("one-expert", "uniform", 7),
+)
+# Tokens -> our step at most, as a share of the fastest rival's. Numbers of tokens in between have the target of
+# the next larger one here, larger ones that of the last.
+TARGETS = {8: 0.40, 128: 0.40, 512: 0.45, 2048: 0.55}
+MOST_BACKWARD = 1.4  # forwards
 BF16_RIVALS = ("torch-grouped", "torch-loop", "kt-bf16")
-# shape, routing, tokens, turns
-RUNS = [
-    *[(MAIN, "uniform", tokens, 7 if tokens < 2048 else 3) for tokens in TOKENS],
-    (MAIN, "zipf", 128, 5),
-    (MAIN, "zipf", 512, 5),
-    ("deepseek-v3-32", "uniform", 128, 3),
-    ("mixtral", "uniform", 128, 3),
-    ("gpt-oss", "uniform", 128, 5),
-    ("qwen3-235b-64", "uniform", 128, 3),
-    ("small", "uniform", 128, 7),
-    ("one-expert", "uniform", 512, 7),
-]
+FP32_RIVALS = ("torch-grouped-fp32", "torch-loop-fp32")
+RIVALS = BF16_RIVALS + FP32_RIVALS
+INT8 = "kt-int8"
 COLOURS = {
     "ours": "#c0392b",
     "ours-fresh": "#e59866",
     "torch-grouped": "#2471a3",
     "torch-loop": "#7fb3d5",
+    "torch-grouped-fp32": "#6c3483",
+    "torch-loop-fp32": "#bb8fce",
     "kt-bf16": "#1e8449",
     "kt-int8": "#82c99a",
 }
 
 Key = tuple[str, str, int]
+Rows = dict[str, dict[str, Any]]  # candidate -> its line
 
 
-def read(path: Path) -> dict[Key, dict[str, dict]]:
-    """(shape, routing, tokens) -> candidate -> its line."""
-    found: dict[Key, dict[str, dict]] = {}
+class Run(NamedTuple):
+    shape: str
+    routing: str
+    tokens: int
+    turns: int
+
+    @property
+    def key(self) -> Key:
+        return self.shape, self.routing, self.tokens
+
+
+class Verdict(NamedTuple):
+    """Our step over the fastest rival's, what that may be, and over kt-kernel's with int8; None: not there."""
+
+    ratio: float | None
+    target: float
+    over_int8: float | None
+
+    @property
+    def word(self) -> str:
+        if self.ratio is None:
+            return ""
+        met = self.ratio <= self.target and (self.over_int8 is None or self.over_int8 < 1)
+        return "met" if met else "missed"
+
+
+def runs(quick: bool = False, everything: bool = False) -> list[Run]:
+    found = [Run(MAIN, "uniform", tokens, 7 if tokens < 2048 else 3) for tokens in TOKENS]
+    if quick:
+        return found
+    for shape, routing, turns in OTHERS:
+        for tokens in OTHER_TOKENS_OF_ALL if everything else OTHER_TOKENS:
+            found.append(Run(shape, routing, tokens, turns if tokens < 2048 else 3))
+    return found
+
+
+def rivals_on(instruction_sets: Mapping[str, object]) -> tuple[str, ...]:
+    """Whom to run on a CPU with these (amx_sft_moe.info()). CPUs with AMX have AVX512's bf16 products too."""
+    return BF16_RIVALS if instruction_sets["avx512_bf16"] else RIVALS
+
+
+def target_of(tokens: int) -> float:
+    return next((share for most, share in TARGETS.items() if tokens <= most), TARGETS[max(TARGETS)])
+
+
+def over_fastest_rival(rows: Rows, name: str) -> float | None:
+    steps = [rows[rival]["step_ms"] for rival in RIVALS if rival in rows]
+    return rows[name]["step_ms"] / min(steps) if steps and name in rows else None
+
+
+def verdict(rows: Rows, tokens: int) -> Verdict:
+    over_int8 = rows["ours"]["step_ms"] / rows[INT8]["step_ms"] if INT8 in rows else None
+    return Verdict(over_fastest_rival(rows, "ours"), target_of(tokens), over_int8)
+
+
+def read(path: Path) -> dict[Key, Rows]:
+    """(shape, routing, tokens) -> candidate -> its line; in the order of runs(), then what else there is."""
+    found: dict[Key, Rows] = {run.key: {} for run in runs(everything=True)}
     if path.exists():
         for line in path.read_text().splitlines():
             row = json.loads(line)
             found.setdefault((row["shape"], row["routing"], row["tokens"]), {})[row["peer"]] = row
-    return found
+    return {key: rows for key, rows in found.items() if rows}
 
 
-def run(path: Path, quick: bool) -> None:
-    for shape, routing, tokens, turns in RUNS:
-        if (shape, routing, tokens) in read(path) or (quick and shape != MAIN):
+def run_missing(path: Path, wanted: list[Run]) -> None:
+    import amx_sft_moe
+
+    peers = ["ours", "ours-fresh", *rivals_on(amx_sft_moe.info()["instruction_sets"]), INT8]
+    for one in wanted:
+        if one.key in read(path):
             continue
-        sizes = ["--shape", shape, "--routing", routing, "--tokens", str(tokens)]
-        peers = ",".join(["ours", "ours-fresh", *BF16_RIVALS, "kt-int8"])
-        command = [sys.executable, str(HERE / "peers.py"), *sizes, "--iterations", str(turns), "--peers", peers]
+        sizes = ["--shape", one.shape, "--routing", one.routing, "--tokens", str(one.tokens)]
+        turns = ["--iterations", str(one.turns)]
+        command = [sys.executable, str(HERE / "peers.py"), *sizes, *turns, "--peers", ",".join(peers)]
         print(" ".join(command[1:]), file=sys.stderr, flush=True)
-        output = subprocess.run(command, check=True, text=True, stdout=subprocess.PIPE).stdout
+        done = subprocess.run(command, text=True, stdout=subprocess.PIPE)
+        if done.returncode < 0:  # as when memory does not suffice
+            print(f"ended by signal {-done.returncode}, left out", file=sys.stderr, flush=True)
+            continue
+        done.check_returncode()
         with path.open("a") as file:
-            file.writelines(line + "\n" for line in output.splitlines() if line.startswith("{"))
+            file.writelines(line + "\n" for line in done.stdout.splitlines() if line.startswith("{"))
 
 
-def table(found: dict[Key, dict[str, dict]]) -> str:
-    """Markdown: a step of each candidate in ms, ours over the fastest bf16 rival, ours' share of the limit."""
+def cell(value: float | None) -> str:
+    return "" if value is None else f"{value:.2f}"
+
+
+def table(found: dict[Key, Rows]) -> str:
+    """Markdown: a step of each candidate in ms, ours beside the targets, ours' share of the limit."""
     names = [name for name in COLOURS if any(name in rows for rows in found.values())]
-    lines = [
-        "| layer | routing | T | " + " | ".join(names) + " | ours / fastest bf16 rival | of the limit |",
-        "| --- | --- | --- | " + "--- | " * (len(names) + 2),
-    ]
+    titles = ["layer", "routing", "T", *names, "ours / fastest rival", "target", f"ours / {INT8}", "verdict"]
+    titles.append("of the limit")
+    lines = ["| " + " | ".join(titles) + " |", "| " + "--- | " * len(titles)]
     for (shape, routing, tokens), rows in found.items():
         steps = [f"{rows[n]['step_ms']:.4g}" if n in rows else "" for n in names]
-        rivals = [rows[n]["step_ms"] for n in BF16_RIVALS if n in rows]
-        ratio = f"**{rows['ours']['step_ms'] / min(rivals):.2f}**" if rivals else ""
-        share = f"{rows['ours']['of_limit']:.2f}"
-        lines.append("| " + " | ".join([shape, routing, str(tokens), *steps, ratio, share]) + " |")
-    return "\n".join(lines)
+        found_here = verdict(rows, tokens)
+        ratio = f"**{found_here.ratio:.2f}**" if found_here.ratio is not None else ""
+        judged = [ratio, cell(found_here.target), cell(found_here.over_int8), found_here.word]
+        share = cell(rows["ours"]["of_limit"])
+        lines.append("| " + " | ".join([shape, routing, str(tokens), *steps, *judged, share]) + " |")
+    return "\n".join(line.rstrip() for line in lines)
 
 
-def draw(found: dict[Key, dict[str, dict]], picture: Path) -> None:
+def backward_over_forward(found: dict[Key, Rows], name: str) -> str:
+    over = {
+        k: rows[name]["backward_ms"] / rows[name]["forward_ms"] for k, rows in found.items() if name in rows
+    }
+    if not over:
+        return ""
+    above = [f"{s} {r} T = {t} {ratio:.2f}" for (s, r, t), ratio in over.items() if ratio > MOST_BACKWARD]
+    span = f"{min(over.values()):.2f} to {max(over.values()):.2f}"
+    return f"backward / forward of {name}: {span}, above {MOST_BACKWARD}: {', '.join(above) or 'none'}"
+
+
+def summary(found: dict[Key, Rows]) -> str:
+    """How many lines met their targets, what new tensors for gradients cost, backward over forward."""
+    words = [verdict(rows, tokens).word for (_, _, tokens), rows in found.items()]
+    main = {key[2]: rows for key, rows in found.items() if key[:2] == (MAIN, "uniform")}
+    fresh = [f"T = {t} {cell(over_fastest_rival(rows, 'ours-fresh'))}" for t, rows in main.items()]
+    lines = [
+        f"verdicts: {words.count('met')} met, {words.count('missed')} missed",
+        f"ours-fresh / fastest rival, {MAIN}: {', '.join(fresh)}",
+        backward_over_forward(found, "ours"),
+        backward_over_forward(found, "ours-fresh"),
+    ]
+    return "\n".join(line for line in lines if line)
+
+
+def draw(found: dict[Key, Rows], picture: Path) -> None:
     """Time of a step, and the share of the limit, against the number of tokens."""
     import matplotlib
 
@@ -121,14 +232,16 @@ def draw(found: dict[Key, dict[str, dict]], picture: Path) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("figures", type=Path, help="JSON lines of peers.py, read and added to")
-    parser.add_argument("--quick", action="store_true", help="the main layer only")
+    size = parser.add_mutually_exclusive_group()
+    size.add_argument("--quick", action="store_true", help="the main layer only")
+    size.add_argument("--all", action="store_true", help="every layer at 2048 tokens too")
     parser.add_argument("--redraw", action="store_true", help="run nothing")
     parser.add_argument("--picture", type=Path, help="an SVG file")
     args = parser.parse_args()
     if not args.redraw:
-        run(args.figures, args.quick)
+        run_missing(args.figures, runs(args.quick, args.all))
     found = read(args.figures)
-    print(table(found))
+    print(table(found), summary(found), sep="\n\n")
     if args.picture:
         draw(found, args.picture)
 
