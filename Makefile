@@ -47,7 +47,7 @@ help:
 	@echo "make types       mypy"
 	@echo "make tidy        clang-tidy"
 	@echo "make coverage    lines of the headers that the C++ tests reach"
-	@echo "make mutation    breaks the library line by line; the tests have to notice (an hour)"
+	@echo "make mutation    breaks the library line by line; the tests have to notice (hours; ARGS='--share 0.1')"
 
 finetune: $(VENV)/installed
 	$(BIN)/python -m amx_sft_moe finetune $(ARGS)
@@ -134,7 +134,7 @@ coverage: $(VENV)/onednn $(VENV)/simde
 	  -j $(JOBS) --json $(BUILD)-coverage/coverage.json $(BUILD)-coverage
 	$(BIN)/python tests/coverage/summary.py $(BUILD)-coverage/coverage.json --missing
 
-mutation: $(VENV)/tools
+mutation: $(VENV)/onednn $(VENV)/simde
 	PATH="$(abspath $(BIN)):$$PATH" $(BIN)/python tests/mutation/mutate.py $(BUILD)-mutation $(ARGS)
 
 matrix qemu: $(VENV)/tools

@@ -1,8 +1,10 @@
-// Regions of tasks: every task once, exceptions on the calling thread, and the caller's rounding on all threads.
+// Regions of tasks: every task once, exceptions on the calling thread, the caller's rounding on all threads, and
+// the last of several tasks.
 #include <gtest/gtest.h>
 #include <xmmintrin.h>
 
 #include <atomic>
+#include <numeric>
 #include <stdexcept>
 #include <vector>
 
@@ -46,6 +48,29 @@ TEST(Parallel, EveryTaskOnce) {
     run_tasks(kThreads, tasks,
               [&](int) { return [&](index_t task) { ++times[static_cast<std::size_t>(task)]; }; });
     for (const auto& count : times) EXPECT_EQ(count, 1);
+  }
+}
+
+// On one thread too: there it is certain that the last but one does not see all.
+TEST(Parallel, TheLastOfSeveralTasksGoesOnAloneAndSeesWhatTheyWrote) {
+  constexpr index_t kTasks = 1000;
+  amx_sft_moe::parallel::Countdown left;
+  for (const int threads : {1, kThreads}) {
+    for (int round = 0; round < 50; ++round) {
+      std::vector<index_t> written(kTasks);
+      std::atomic<index_t> went_on{0}, seen{0};
+      left.reset(kTasks);
+      run_tasks(threads, kTasks, [&](int) {
+        return [&](index_t task) {
+          written[static_cast<std::size_t>(task)] = 1;
+          if (!left.finish()) return;
+          ++went_on;
+          seen = std::accumulate(written.begin(), written.end(), index_t{0});
+        };
+      });
+      ASSERT_EQ(went_on, 1);
+      ASSERT_EQ(seen, kTasks);
+    }
   }
 }
 

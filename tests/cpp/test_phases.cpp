@@ -189,6 +189,17 @@ TYPED_TEST(PhaseRecord, EachPhaseInItsPass) {
   }
 }
 
+// Several tasks make h of the same tokens; the last of them, and no other, multiplies it by the A of down.
+TYPED_TEST(PhaseRecord, OneTaskGoesOnWithAGroupOfTokens) {
+  const Problem problem =
+      random_problem(Case{"one_group", 5, 1, 1, 8, 300, {2, 2, 2}}, kPlain, kWeightDType<TypeParam>);
+  Moe<TypeParam> moe = make_moe<TypeParam>(problem);
+  const Outputs out(problem);
+  run_step(moe, problem, out);
+  EXPECT_GT(tasks_of(moe.last_forward(), Phase::kGateUpGemm), 2);
+  EXPECT_EQ(tasks_of(moe.last_forward(), Phase::kLoraADownForward), 1);
+}
+
 TYPED_TEST(PhaseRecord, NothingOfLoraWithoutAdapters) {
   Case c = kCase;
   c.ranks = {0, 0, 0};
