@@ -1,21 +1,27 @@
-// The three GEMM forms beside the machine's measured limits, weights streamed from memory.
+// The three GEMM forms beside the machine's measured limits and beside oneDNN, operands streamed from memory.
 //
 //   bench_gemm [threads] [kernel] [out in [m ...]]
 //
-// Default: all OpenMP threads, all kernels, weights [1536, 2048], 1 to 512 rows.
+// Default: all OpenMP threads, all kernels on bf16 weights, weights [1536, 2048], 1 to 512 rows. Kernels on fp32
+// weights are named KERNEL_fp32, all of them all_fp32.
 //
 // Each measurement walks over enough distinct weight matrices (1.5 GiB at most) that none is found in a cache.
-// gemm_tn is the LoRA gradient's shape: r = 16 rows. Where oneDNN was found, `onednn_alone` is its matmul on
-// the same work without this library.
+// gemm_tn is the LoRA gradient's shape, r = 16 rows; gemm_tn_full the gradient of a base weight, by the operator's own
+// tasks. Where oneDNN was found, every form takes turns with `onednn_alone`, its matmul on the same work without this
+// library: ours, oneDNN, ours, ... `ours / oneDNN` is the median of the ratios of the times of a turn. Where the CPU
+// has no AVX512-BF16, oneDNN has no bf16 products and gets the same work in fp32, named so: onednn_alone_fp32.
+#include <algorithm>
+#include <array>
 #include <cstdio>
 #include <exception>
+#include <functional>
 #include <stdexcept>
 #include <string>
+#include <vector>
 
 #include "../examples/command_line.hpp"
+#include "gemm_forms.hpp"
 #include "kernels.hpp"
-#include "machine.hpp"
-#include "random_data.hpp"
 #ifdef BENCH_HAS_ONEDNN
 #include "onednn_alone.hpp"
 #endif
@@ -23,243 +29,143 @@
 namespace {
 
 using namespace amx_sft_moe;  // NOLINT(google-build-using-namespace)
+using bench::Form;
+using bench::GemmMemory;
+using bench::GemmShape;
 using bench::Machine;
 
-constexpr index_t kRank = 16;
+constexpr int kTurns = 3;
 
-struct Shape {
-  index_t out = 1536, in = 2048;
-  std::vector<index_t> rows{1, 4, 8, 16, 32, 64, 128, 256, 512};
+// Who multiplies.
+struct Candidate {
+  std::string name;
+  double peak;                                     // GFLOP/s of its instructions
+  index_t element;                                 // bytes of an element of its operands
+  std::function<double(Form, index_t m)> seconds;  // of one product
 };
 
-// Matrices W [out, in] in one buffer, and enough activations for any form.
-template <class Kernel>
-struct Operands {
-  using W = typename Kernel::Weight;
-  AlignedBuffer<W> weights;
-  AlignedBuffer<W> activations;  // [m, max(in, out)]
-  AlignedBuffer<typename Kernel::Compute> x_panels;
-  std::vector<AlignedBuffer<float>> results;
-  std::vector<gemm::Scratch> scratch;
-  index_t matrices = 0;
-
-  Operands(const Shape& shape, index_t most_rows, int threads) : results(threads), scratch(threads) {
-    matrices = (index_t{3} << 29) / (shape.out * shape.in * static_cast<index_t>(sizeof(W)));
-    bench::fill(weights, matrices * shape.out * shape.in, 0.02F, 1);
-    bench::fill(activations, most_rows * std::max(shape.in, shape.out), 1.0F, 2);
-    for (auto& result : results) result.reserve(std::max(most_rows, kRank) * std::max(shape.in, shape.out));
-    x_panels.reserve(round_up(most_rows, arch::kPanelCols) * gemm::token_stride<Kernel>(shape.in));
-  }
-  MatrixView<const W> matrix(index_t i, const Shape& shape) const {
-    return {weights.data() + i * shape.out * shape.in, shape.out, shape.in, shape.in};
-  }
-};
-
-template <class Kernel>
-void store(const gemm::Block& block, float* result, index_t stride) {
-  const arch::BlockTarget<float> to{result + block.row * stride + block.col, stride, 1, false, 1.0F, nullptr};
-  Kernel::Rows::store(block.c, block.stride, block.rows, block.cols, to);
-}
-
-// Runs work(thread context, task) for all tasks and returns seconds.
-template <class Kernel, class Work>
-double run(Operands<Kernel>& operands, int threads, index_t tasks, Work&& work) {
-  return bench::seconds_of([&] {
-    parallel::run_tasks(threads, tasks, [&](int thread) {
-      return [&, thread,
-              context = gemm::ThreadContext<Kernel>(operands.scratch[static_cast<std::size_t>(thread)])](
-                 index_t task) mutable {
-        work(context, operands.results[static_cast<std::size_t>(thread)].data(), task);
-      };
-    });
-  });
-}
-
-// A product with each matrix, cut as the operator cuts it: rows of tokens, then columns of the result.
-struct Tasks {
-  index_t matrices, rows, cols;
-
-  index_t count() const { return matrices * rows * cols; }
-  index_t matrix(index_t task) const { return task / (rows * cols); }
-  index_t row(index_t task) const { return task / cols % rows; }
-  index_t col(index_t task) const { return task % cols; }
-};
-
-template <class Kernel>
-double nt_seconds(Operands<Kernel>& operands, const Shape& shape, index_t m, int threads) {
-  using E = typename Kernel::Compute;
-  const index_t stride = gemm::token_stride<Kernel>(shape.in) * arch::kPanelCols;
-  const gemm::Panels<E> x{operands.x_panels.data(), stride};
-  gemm::pack_operand<Kernel>(
-      MatrixView<const typename Kernel::Weight>{operands.activations.data(), m, shape.in, shape.in}, m,
-      shape.in, x);
-  const index_t step = std::min(m, gemm::Blocking::of_this_machine().tokens_for<Kernel>(shape.in, m));
-  const Tasks tasks{operands.matrices, ceil_div(m, step),
-                    ceil_div(shape.out, gemm::Blocking::kOutRows<Kernel>)};
-  return run<Kernel>(operands, threads, tasks.count(), [&](auto& context, float* result, index_t task) {
-    const index_t token = tasks.row(task) * step;
-    const index_t tokens = std::min(step, m - token);
-    const index_t first = tasks.col(task) * gemm::Blocking::kOutRows<Kernel>;
-    const index_t rows = std::min(gemm::Blocking::kOutRows<Kernel>, shape.out - first);
-    const auto weight = gemm::AnyRows(operands.matrix(tasks.matrix(task), shape)).from(first, 0);
-    const auto x_here = x.from_column(token);
-    const std::array<gemm::Term<E>, 1> terms{{{weight, shape.in, {x_here.data, x_here.panel_stride}}}};
-    const std::array<std::span<const gemm::Term<E>>, 1> outputs{{terms}};
-    const auto store_block = [&](const std::array<gemm::TokenBlock, 1>& blocks) {
-      const gemm::TokenBlock& block = blocks[0];
-      gemm::store_tokens<Kernel>(block, result + (token + block.token) * shape.out + first + block.out,
-                                 shape.out, 1.0F, nullptr);
-    };
-    gemm::gemm_nt<Kernel>(context, rows, tokens, m, outputs, store_block);
-  });
+template <class W>
+std::string with_type(std::string_view name) {
+  return std::string(name) + (kDTypeOf<W> == DType::kFp32 ? "_fp32" : "");
 }
 
 template <class Kernel>
-double nn_seconds(Operands<Kernel>& operands, const Shape& shape, index_t m, int threads) {
-  const index_t step = std::min(m, gemm::Blocking::even_tokens(m, gemm::Blocking::kTokensPerTask));
-  const index_t wide =
-      gemm::Blocking::of_this_machine().cols_for<Kernel>(shape.out, step, shape.in, operands.matrices, threads);
-  const Tasks tasks{operands.matrices, ceil_div(m, step), ceil_div(shape.in, wide)};
-  return run<Kernel>(operands, threads, tasks.count(), [&](auto& context, float* result, index_t task) {
-    const index_t row = tasks.row(task) * step;
-    const index_t rows = std::min(step, m - row);
-    const index_t first = tasks.col(task) * wide;
-    const index_t cols = std::min(wide, shape.in - first);
-    const auto weight = gemm::AnyRows(operands.matrix(tasks.matrix(task), shape)).from(0, first);
-    const MatrixView<typename Kernel::Weight> grad{operands.activations.data() + row * shape.out, rows,
-                                                   shape.out, shape.out};
-    const std::array<gemm::NnTerm, 1> terms{{{grad, weight, shape.out}}};
-    gemm::gemm_nn<Kernel>(context, rows, cols, terms, [&](const gemm::Block& block) {
-      store<Kernel>(block, result + row * shape.in + first, shape.in);
-    });
-  });
+std::string label() {
+  return with_type<typename Kernel::Weight>(Kernel::kName);
 }
 
-// grad_A [r, in] = v^T x: `m` tokens of x are the streamed operand, taken from the weights' memory.
+// Of its own instructions; oneDNN's are the fastest that fit its operands.
 template <class Kernel>
-double tn_seconds(Operands<Kernel>& operands, const Shape& shape, index_t m, int threads, index_t* products) {
-  const index_t wide =
-      gemm::Blocking::of_this_machine().cols_for<Kernel>(m, m, shape.in, operands.matrices, threads);
-  const index_t per_batch = ceil_div(shape.in, wide);
-  const index_t batches = std::min<index_t>(operands.matrices * shape.out / m, 1 << 14);
-  *products = batches;
-  return run<Kernel>(operands, threads, batches * per_batch, [&](auto& context, float* result, index_t task) {
-    const index_t first = task % per_batch * wide;
-    const index_t cols = std::min(wide, shape.in - first);
-    const arch::RowSource<typename Kernel::Weight> x{
-        operands.weights.data() + task / per_batch * m * shape.in + first, shape.in, 1, nullptr};
-    const arch::RowSource<typename Kernel::Weight> v{operands.activations.data(), kRank, 1, nullptr};
-    const auto panels = gemm::pack_tokens<Kernel>(context, x, m, cols);
-    gemm::gemm_tn<Kernel>(context, kRank, std::array<gemm::Factor, 1>{{{v, nullptr}}}, panels,
-                          [&](const gemm::Block& block) { store<Kernel>(block, result + first, shape.in); });
-  });
+double peak_of(const Machine& machine) {
+  const bool onednn_in_fp32 = Kernel::kName == "onednn" && std::is_same_v<typename Kernel::Compute, float>;
+  return onednn_in_fp32 ? bench::peak_of_fp32(machine) : machine.peak_of_kernel(Kernel::kName);
 }
 
-// Peak and limit are of the kernel's own instructions.
-void report(std::string_view kernel, const char* form, index_t m, double flop, double bytes, double seconds,
+void report(const Candidate& who, Form form, index_t m, const GemmShape& shape, double seconds,
             const Machine& machine) {
-  const double peak = machine.peak_of_kernel(kernel);
-  const double limit = std::max(flop / (peak * 1e9), bytes / (machine.bandwidth * 1e9));
-  std::printf("%-12s %-8s m=%-5lld %8.0f GFLOP/s  %4.0f %% of peak  %7.1f GB/s  %4.0f %% of the limit\n",
-              kernel.data(), form, static_cast<long long>(m), flop / seconds * 1e-9,
-              100 * flop / seconds * 1e-9 / peak, bytes / seconds * 1e-9, 100 * limit / seconds);
+  const bench::GemmWork work = bench::work_of(form, shape, m, who.element);
+  const double limit = std::max(work.flop / (who.peak * 1e9), work.bytes / (machine.bandwidth * 1e9));
+  std::printf("%-17s %-12s m=%-5lld %8.0f GFLOP/s  %4.0f %% of peak  %7.1f GB/s  %4.0f %% of the limit",
+              who.name.c_str(), bench::name_of(form), static_cast<long long>(m), work.flop / seconds * 1e-9,
+              100 * work.flop / seconds * 1e-9 / who.peak, work.bytes / seconds * 1e-9, 100 * limit / seconds);
 }
 
-#ifdef BENCH_HAS_ONEDNN
-using Alone = kernels::OneDnnBf16;
-
-// Seconds for all tasks, each one product of this shape by oneDNN alone: work(product, result, task).
-template <class Work>
-double alone_seconds(Operands<Alone>& operands, const bench::OneDnnAlone::Shape& shape, int threads,
-                     index_t tasks, Work&& work) {
-  std::vector<std::unique_ptr<bench::OneDnnAlone>> products(static_cast<std::size_t>(threads));
-  const auto run_all = [&](index_t count, bool measured) {
-    parallel::run_tasks(threads, count, [&](int thread) {
-      auto& product = products[static_cast<std::size_t>(thread)];
-      auto single = std::make_unique<parallel::SingleThreaded>();
-      if (!product) product = std::make_unique<bench::OneDnnAlone>(shape);
-      return [&, thread, measured, single = std::move(single)](index_t task) {
-        if (measured) work(*product, operands.results[static_cast<std::size_t>(thread)].data(), task);
-      };
-    });
-  };
-  run_all(threads, false);  // compiles
-  return bench::seconds_of([&] { run_all(tasks, true); });
+// The first candidate and those that it is compared with, taking turns: machines are shared.
+void take_turns(const std::vector<Candidate>& candidates, Form form, index_t m, const GemmShape& shape,
+                const Machine& machine) {
+  std::vector<std::vector<double>> times(candidates.size());
+  for (int turn = 0; turn < kTurns; ++turn) {
+    for (std::size_t c = 0; c < candidates.size(); ++c) times[c].push_back(candidates[c].seconds(form, m));
+  }
+  for (std::size_t c = 0; c < candidates.size(); ++c) {
+    report(candidates[c], form, m, shape, bench::median(times[c]), machine);
+    if (c > 0) std::printf("  ours / oneDNN %.2f", bench::median_ratio(times[0], times[c]));
+    std::printf("\n");
+  }
+  std::fflush(stdout);
 }
 
-void measure_alone(Operands<Alone>& operands, const Shape& shape, index_t m, int threads, index_t products,
-                   std::array<std::vector<double>, 3>& times) {
-  // Operands B of this many elements lie one behind the other in the weights' memory.
-  const auto streamed = [&operands](index_t elements) {
-    return [&operands, elements](bench::OneDnnAlone& product, float* result, index_t task) {
-      product(operands.activations.data(), operands.weights.data() + task * elements, result);
-    };
-  };
-  const auto weights = streamed(shape.out * shape.in);
-  const index_t matrices = operands.matrices;
-  times[0].push_back(
-      alone_seconds(operands, {m, shape.out, shape.in, false, true}, threads, matrices, weights));
-  times[1].push_back(
-      alone_seconds(operands, {m, shape.in, shape.out, false, false}, threads, matrices, weights));
-  times[2].push_back(
-      alone_seconds(operands, {kRank, shape.in, m, true, false}, threads, products, streamed(m * shape.in)));
-}
-#endif
-
-// Medians of one kernel's times.
-void report_forms(const char* kernel, const Shape& shape, index_t m, index_t matrices, index_t products,
-                  index_t element_bytes, const std::array<std::vector<double>, 3>& times,
-                  const Machine& machine) {
-  const double weights = static_cast<double>(matrices * shape.out * shape.in);
-  const double inputs = static_cast<double>(m * shape.in * products);
-  const double size = static_cast<double>(element_bytes);
-  const double flop = 2.0 * static_cast<double>(m) * weights;
-  report(kernel, "gemm_nt", m, flop, weights * size, bench::median(times[0]), machine);
-  report(kernel, "gemm_nn", m, flop, weights * size, bench::median(times[1]), machine);
-  report(kernel, "gemm_tn", m, 2.0 * kRank * inputs, inputs * size, bench::median(times[2]), machine);
-}
-
-template <class Kernel>
-void bench_kernel(const Shape& shape, int threads, const Machine& machine) {
-  Operands<Kernel> operands(shape, *std::max_element(shape.rows.begin(), shape.rows.end()), threads);
+void bench_all(const std::vector<Candidate>& candidates, const GemmShape& shape, const Machine& machine) {
   for (const index_t m : shape.rows) {
-    index_t products = 0;
-    std::array<std::vector<double>, 3> times;
-    std::array<std::vector<double>, 3> alone;
-    for (int repeat = 0; repeat < 3; ++repeat) {  // alternating: machines are shared
-      times[0].push_back(nt_seconds(operands, shape, m, threads));
-      times[1].push_back(nn_seconds(operands, shape, m, threads));
-      times[2].push_back(tn_seconds(operands, shape, m, threads, &products));
-#ifdef BENCH_HAS_ONEDNN
-      if constexpr (std::is_same_v<Kernel, Alone>) measure_alone(operands, shape, m, threads, products, alone);
-#endif
-    }
-    constexpr index_t kElement = sizeof(typename Kernel::Weight);
-    report_forms(Kernel::kName.data(), shape, m, operands.matrices, products, kElement, times, machine);
-    if (alone[0].empty()) continue;
-    report_forms("onednn_alone", shape, m, operands.matrices, products, kElement, alone, machine);
+    for (const Form form : bench::kForms) take_turns(candidates, form, m, shape, machine);
   }
 }
 
-// Calls work for each kernel that is timed: on bf16 weights, with instructions of this CPU.
+template <class Kernel>
+Candidate ours(bench::KernelForms<Kernel>& forms, const Machine& machine) {
+  return {label<Kernel>(), peak_of<Kernel>(machine), sizeof(typename Kernel::Weight),
+          [&forms](Form form, index_t m) { return forms.seconds(form, m); }};
+}
+
+#ifdef BENCH_HAS_ONEDNN
+template <class E>
+Candidate onednn_alone(bench::OneDnnForms<E>& forms, const Machine& machine) {
+  const double peak = kDTypeOf<E> == DType::kFp32 ? bench::peak_of_fp32(machine) : machine.peak();
+  return {with_type<E>("onednn_alone"), peak, sizeof(E),
+          [&forms](Form form, index_t m) { return forms.seconds(form, m); }};
+}
+
+bool onednn_multiplies_bf16() {
+  return kernels::OneDnnBf16::available();
+}
+
+template <class Kernel>
+void bench_kernel(const GemmShape& shape, int threads, const Machine& machine) {
+  using W = typename Kernel::Weight;
+  const GemmMemory<W> memory(shape, threads);
+  bench::KernelForms<Kernel> forms(shape, threads, memory);
+  if (kDTypeOf<W> == DType::kFp32 || onednn_multiplies_bf16()) {
+    bench::OneDnnForms<W> theirs(shape, threads, memory);
+    return bench_all({ours(forms, machine), onednn_alone(theirs, machine)}, shape, machine);
+  }
+  const GemmMemory<float> in_fp32(shape, threads);
+  bench::OneDnnForms<float> theirs(shape, threads, in_fp32);
+  bench_all({ours(forms, machine), onednn_alone(theirs, machine)}, shape, machine);
+}
+
+void print_onednn() {
+  const dnnl_version_t* version = dnnl_version();
+  std::printf(
+      "onednn_alone: oneDNN %d.%d.%d, beside bf16 weights with %s\n", version->major, version->minor,
+      version->patch,
+      onednn_multiplies_bf16() ? "bf16 operands" : "fp32 operands (it has no bf16 products on this CPU)");
+}
+#else
+template <class Kernel>
+void bench_kernel(const GemmShape& shape, int threads, const Machine& machine) {
+  const GemmMemory<typename Kernel::Weight> memory(shape, threads);
+  bench::KernelForms<Kernel> forms(shape, threads, memory);
+  bench_all({ours(forms, machine)}, shape, machine);
+}
+
+void print_onednn() {
+  std::printf("onednn_alone: not there, this program was built without oneDNN\n");
+}
+#endif
+
+// Calls work for each kernel that is timed: with instructions of this CPU.
 template <class Work>
 void for_each_timed(Work&& work) {
-  std::string_view done;
-  bench::Kernels::for_each([&]<class Kernel>() {
-    if constexpr (std::is_same_v<typename Kernel::Weight, bf16>) {
-      // Of kernels that share a name the one that it stands for here.
-      if (!Kernel::available() || done == Kernel::kName) return;
-      if (arch::cpu_features().amx_emulated && Kernel::kName == "amx_bf16") return;
-      done = Kernel::kName;
-      work.template operator()<Kernel>();
-    }
+  std::vector<std::string> done;
+  bench::AllKernels::for_each([&]<class Kernel>() {
+    // Of kernels that share a name and a type the one that they stand for here.
+    const std::string name = label<Kernel>();
+    if (!Kernel::available() || std::find(done.begin(), done.end(), name) != done.end()) return;
+    if (arch::cpu_features().amx_emulated && Kernel::kName == "amx_bf16") return;
+    done.push_back(name);
+    work.template operator()<Kernel>();
   });
 }
 
 struct Options {
   int threads = parallel::default_num_threads();
   std::string only = "all";
-  Shape shape;
+  GemmShape shape;
+
+  template <class Kernel>
+  bool wants() const {
+    return only == label<Kernel>() || only == with_type<typename Kernel::Weight>("all");
+  }
 };
 
 Options parse(int argc, char** argv) {
@@ -275,25 +181,25 @@ Options parse(int argc, char** argv) {
   if (argc > 5) options.shape.rows.clear();
   for (int i = 5; i < argc; ++i) options.shape.rows.push_back(number<index_t>("m", argv[i], 1));
 
-  std::string names = "all";
-  bool known = options.only == "all";
+  std::string names = "all all_fp32";
+  bool known = false;
   for_each_timed([&]<class Kernel>() {
-    names += " " + std::string(Kernel::kName);
-    known = known || options.only == Kernel::kName;
+    names += " " + label<Kernel>();
+    known = known || options.wants<Kernel>();
   });
   if (!known) throw std::invalid_argument("kernel: expected one of " + names + ", got " + options.only);
   return options;
 }
 
 void run(const Options& options) {
-  const Shape& shape = options.shape;
+  const GemmShape& shape = options.shape;
   const Machine machine = bench::measure_machine(options.threads);
   bench::print(machine, options.threads);
-  std::printf("weights [%lld, %lld] streamed from memory\n", static_cast<long long>(shape.out),
-              static_cast<long long>(shape.in));
+  print_onednn();
+  std::printf("weights [%lld, %lld] streamed from memory, medians of %d turns; ours / oneDNN: of times\n",
+              static_cast<long long>(shape.out), static_cast<long long>(shape.in), kTurns);
   for_each_timed([&]<class Kernel>() {
-    if (options.only == "all" || options.only == Kernel::kName)
-      bench_kernel<Kernel>(shape, options.threads, machine);
+    if (options.wants<Kernel>()) bench_kernel<Kernel>(shape, options.threads, machine);
   });
 }
 

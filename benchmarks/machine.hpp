@@ -22,6 +22,18 @@ inline double median(std::vector<double> values) {
   return values[values.size() / 2];
 }
 
+// Of a[i] / b[i], which were measured one right after the other.
+inline double median_ratio(const std::vector<double>& a, const std::vector<double>& b) {
+  std::vector<double> ratios(a.size());
+  std::transform(a.begin(), a.end(), b.begin(), ratios.begin(), std::divides<>());
+  return median(ratios);
+}
+
+// GFLOP/s of the fastest instruction that multiplies fp32.
+inline double peak_of_fp32(const Machine& machine) {
+  return std::max({machine.fma512, machine.fma256, machine.sse2});
+}
+
 inline void print(const Machine& machine, int threads) {
   std::printf(
       "machine, %d threads: VDPBF16PS %.0f, fp32 FMA (zmm) %.0f, fp32 FMA (ymm) %.0f, SSE2 mul + add %.0f, "

@@ -2,6 +2,7 @@
 include(${CMAKE_CURRENT_LIST_DIR}/../examples/run.cmake)
 set(PROGRAM ${FOLDER}/bench_gemm)
 must_fail("kernel: expected one of all [a-z0-9_ ]*portable[a-z0-9_ ]*, got abacus" 1 abacus)
+must_fail("kernel: expected one of all all_fp32 [a-z0-9_ ]*portable_fp32[a-z0-9_ ]*, got fp32" 1 fp32)
 must_fail("threads: expected a whole number of at least 1, got 2x" 2x)
 must_fail("out in: expected both or none, got 768" 1 portable 768)
 must_fail("m: expected a whole number of at least 1, got 0" 1 portable 768 2048 8 0)
