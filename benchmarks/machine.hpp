@@ -34,6 +34,12 @@ inline double peak_of_fp32(const Machine& machine) {
   return std::max({machine.fma512, machine.fma256, machine.sse2});
 }
 
+// What a shared machine loses comes back: the better value of each.
+inline Machine better_of(const Machine& a, const Machine& b) {
+  return {std::max(a.dpbf16, b.dpbf16), std::max(a.fma512, b.fma512), std::max(a.tdpbf16, b.tdpbf16),
+          std::max(a.fma256, b.fma256), std::max(a.sse2, b.sse2),     std::max(a.bandwidth, b.bandwidth)};
+}
+
 inline void print(const Machine& machine, int threads) {
   std::printf(
       "machine, %d threads: VDPBF16PS %.0f, fp32 FMA (zmm) %.0f, fp32 FMA (ymm) %.0f, SSE2 mul + add %.0f, "
