@@ -172,12 +172,12 @@ def gradients(layer: Layer, weights: bool = False, **options: object) -> dict[st
     return found
 
 
-def run(op: object, layer: Layer, **set_lora: object) -> dict[str, Tensor]:
+def run(op: object, layer: Layer, weights: bool = False, **set_lora: object) -> dict[str, Tensor]:
     """The same from an operator with base weights and factors set from ``layer``."""
     op.set_base(layer.gate_proj, layer.up_proj, layer.down_proj, **layer.biases)
     op.set_lora(**layer.factors, **set_lora)
     y = op.forward_sft(layer.x, layer.expert_ids, layer.routing_weights)
-    return {"y": y} | op.backward(layer.grad_y, bias_gradients=True).as_dict()
+    return {"y": y} | op.backward(layer.grad_y, bias_gradients=True, weight_gradients=weights).as_dict()
 
 
 def relative_error(found: Tensor, expected: Tensor) -> float:

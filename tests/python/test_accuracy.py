@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from cases import Sizes
-from reference import gelu_glu, gelu_tanh_glu, gradients, largest, make_layer, run, silu_glu
+from reference import Layer, gelu_glu, gelu_tanh_glu, gpt_oss, gradients, largest, make_layer, run, silu_glu
 
 SEEDS = 8
 SHAPES = [
@@ -34,20 +34,23 @@ def compare(
     sizes: Sizes,
     activation: tuple[str, Callable[..., torch.Tensor]] = ("silu", silu_glu),
     biases: bool = False,
+    weights: bool = False,
+    change: Callable[[Layer], None] = lambda _: None,
 ) -> None:
     errors: dict[str, list[float]] = {}
     formula = activation[1]
     op = sizes.operator(kernel=kernel, activation=activation[0])
     for seed in range(SEEDS):
         layer = make_layer(sizes, seed, biases=biases)
-        exact = gradients(layer.to(torch.float64), activation=formula)
-        eager = gradients(layer, activation=formula)
-        ours = run(op, layer)
+        change(layer)
+        exact = gradients(layer.to(torch.float64), weights, activation=formula)
+        eager = gradients(layer, weights, activation=formula)
+        ours = run(op, layer, weights)
         for name, value in exact.items():
             sums = errors.setdefault(name, [0.0, 0.0, 0.0])
             for i, tensor in enumerate((ours[name].double() - value, eager[name].double() - value, value)):
                 sums[i] += tensor.square().sum().item()
-    assert len(errors) == 3 + 2 * sum(rank > 0 for rank in sizes.ranks) + 3 * biases
+    assert len(errors) == 3 + 2 * sum(rank > 0 for rank in sizes.ranks) + 3 * biases + 3 * weights
     worse = less_accurate(errors)
     assert not worse, "; ".join(worse)
 
@@ -97,3 +100,22 @@ def test_no_tensor_is_less_accurate_with_gelu_and_biases(
 ) -> None:
     for sizes in SMALL:
         compare(bf16_kernel, sizes, activation, biases=True)
+
+
+def beyond_the_clamps(layer: Layer) -> None:
+    """Every third gate and every second up far beyond a limit of 7, the others far below: a gradient is 0
+    beyond it, and of values that come close to it rounding alone would decide."""
+    layer.biases["gate_bias"][:, ::3] += 16
+    layer.biases["up_bias"][:, 1::4] += 16
+    layer.biases["up_bias"][:, 3::4] -= 16
+
+
+@pytest.mark.emulated
+@pytest.mark.parametrize("sizes", SMALL, ids=str)
+def test_no_tensor_is_less_accurate_with_gpt_oss_and_trained_weights(bf16_kernel: str, sizes: Sizes) -> None:
+    compare(bf16_kernel, sizes, ("gpt_oss", gpt_oss), biases=True, weights=True, change=beyond_the_clamps)
+
+
+@pytest.mark.parametrize("sizes", SHAPES[1::3], ids=str)
+def test_no_tensor_is_less_accurate_with_trained_weights(bf16_kernel: str, sizes: Sizes) -> None:
+    compare(bf16_kernel, sizes, weights=True)
