@@ -1,8 +1,9 @@
-// Wrong arguments of forward_sft and backward: refused before anything is written, saved or popped, and the
+// Wrong arguments of forward_sft and backward, on every kernel: refused before anything is written, saved or popped, and the
 // next correct call gives the right bits.
 #include <gtest/gtest.h>
 
 #include <array>
+#include <cstddef>
 #include <cstdint>
 #include <string>
 #include <vector>
@@ -18,105 +19,117 @@ namespace {
 using amx_sft_moe::ArgumentError;
 using amx_sft_moe::Config;
 
-using Kernel = PortableBf16;  // the checks are the operator's, the same for every kernel
-
 inline constexpr Case kCase = with_trained_base(with_biases({"misuse", 9, 2, 3, 17, 33, {4, 5, 6}}));
 
-class MisuseOfCalls : public testing::Test {
- protected:
+template <class Kernel>
+class MisuseOfCalls : public KernelTest<Kernel> {};
+TYPED_TEST_SUITE(MisuseOfCalls, AllKernels, KernelLabels);
+
+// A problem, its operator, and where the results go.
+template <class Kernel>
+struct Trial {
   Call correct_call() const {
-    return {problem_.routing(), problem_.x(),         outputs_.y(),
-            problem_.grad_y(),  outputs_.gradients(), saved_.view()};
+    return {problem.routing(), problem.x(),         outputs.y(),
+            problem.grad_y(),  outputs.gradients(), cast_saved<std::byte>(saved.view())};
   }
   Call spoiled(const BadCall& bad) const {
     Call call = correct_call();
     bad.spoil(call);
     return call;
   }
-  static amx_sft_moe::Config config_of(const Problem& problem) {
-    amx_sft_moe::Config config = problem.config();
+  void forward(const Call& call) {
+    moe.forward_sft(call.routing, call.x, call.y, cast_saved<typename Kernel::Stored>(call.saved));
+  }
+  void backward(const Call& call) {
+    moe.backward(call.routing, call.x, cast_saved<typename Kernel::Stored>(call.saved), call.grad_y,
+                 call.grads);
+  }
+  static Config config_of(const Problem& problem) {
+    Config config = problem.config();
     config.max_tokens = 12;
     return config;
   }
   // Neither into the results nor where the wrong arguments point to.
   void expect_nothing_written() const {
-    const Outputs untouched(problem_);
-    expect_same_bits(untouched, outputs_);
-    EXPECT_TRUE(outputs_.gaps_are_poison());
+    const Outputs untouched(problem);
+    expect_same_bits(untouched, outputs);
+    EXPECT_TRUE(outputs.gaps_are_poison());
     EXPECT_TRUE(somewhere_is_untouched()) << "a refused call wrote where its argument points to";
   }
   std::array<std::vector<std::uint32_t>, 5> saved_bits() const {
-    return {saved_.gate.bits(), saved_.up.bits(), saved_.u_gate.bits(), saved_.u_up.bits(),
-            saved_.u_down.bits()};
+    return {saved.gate.bits(), saved.up.bits(), saved.u_gate.bits(), saved.u_up.bits(), saved.u_down.bits()};
   }
   // Of a backward; y, which it does not write, is poison.
   void expect_right_gradients() {
-    outputs_[reference::kY].store(want_[reference::kY].values());
-    expect_same_bits(want_, outputs_);
-    outputs_.poison();
+    outputs[reference::kY].store(want[reference::kY].values());
+    expect_same_bits(want, outputs);
+    outputs.poison();
   }
   void expect_still_usable() {
-    run_step(moe_, problem_, outputs_);
-    expect_same_bits(want_, outputs_);
-    outputs_.poison();
+    run_step(moe, problem, outputs);
+    expect_same_bits(want, outputs);
+    outputs.poison();
   }
 
-  Problem problem_ = random_problem(kCase, kPlain, DType::kBf16);
-  Outputs want_ = step_alone<Kernel>(problem_);
-  Outputs outputs_{problem_};
-  SavedBuffers<Kernel::Stored> saved_{problem_};
-  Moe<Kernel> moe_ = make_moe<Kernel>(problem_, config_of(problem_));
+  Problem problem = random_problem(kCase, kPlain, kWeightDType<Kernel>);
+  Outputs want = step_alone<Kernel>(problem);
+  Outputs outputs{problem};
+  SavedBuffers<typename Kernel::Stored> saved{problem};
+  Moe<Kernel> moe = make_moe<Kernel>(problem, config_of(problem));
 };
 
-TEST_F(MisuseOfCalls, ForwardOnTheStack) {
+TYPED_TEST(MisuseOfCalls, ForwardOnTheStack) {
+  Trial<TypeParam> t;
   for (const std::vector<BadCall>& table : {bad_routings(), bad_forwards()}) {
     for (const BadCall& bad : table) {
       SCOPED_TRACE(bad.complaint.argument);
-      const Call call = spoiled(bad);
+      const Call call = t.spoiled(bad);
       for (const bool save : {true, false}) {
-        expect_refused<ArgumentError>([&] { moe_.forward_sft(call.routing, call.x, call.y, save); },
+        expect_refused<ArgumentError>([&] { t.moe.forward_sft(call.routing, call.x, call.y, save); },
                                       bad.complaint);
       }
-      EXPECT_EQ(moe_.saved_depth(), 0);
-      expect_nothing_written();
-      expect_still_usable();
+      EXPECT_EQ(t.moe.saved_depth(), 0);
+      t.expect_nothing_written();
+      t.expect_still_usable();
     }
   }
 }
 
-TEST_F(MisuseOfCalls, ForwardIntoCallersBuffers) {
-  const auto poison = saved_bits();
+TYPED_TEST(MisuseOfCalls, ForwardIntoCallersBuffers) {
+  Trial<TypeParam> t;
+  const auto poison = t.saved_bits();
   for (const std::vector<BadCall>& table : {bad_routings(), bad_forwards(), bad_saved_activations()}) {
     for (const BadCall& bad : table) {
       SCOPED_TRACE(bad.complaint.argument);
-      const Call call = spoiled(bad);
-      expect_refused<ArgumentError>([&] { moe_.forward_sft(call.routing, call.x, call.y, call.saved); },
-                                    bad.complaint);
-      expect_nothing_written();
-      EXPECT_EQ(saved_bits(), poison);
-      expect_still_usable();
+      const Call call = t.spoiled(bad);
+      expect_refused<ArgumentError>([&] { t.forward(call); }, bad.complaint);
+      t.expect_nothing_written();
+      EXPECT_EQ(t.saved_bits(), poison);
+      t.expect_still_usable();
     }
   }
 }
 
-TEST_F(MisuseOfCalls, BackwardFromTheStackKeepsItsEntry) {
+TYPED_TEST(MisuseOfCalls, BackwardFromTheStackKeepsItsEntry) {
+  Trial<TypeParam> t;
   for (const BadCall& bad : bad_backwards()) {
     SCOPED_TRACE(bad.complaint.argument);
-    const Call call = spoiled(bad);
-    moe_.forward_sft(problem_.routing(), problem_.x(), outputs_.y());
-    outputs_.poison();
-    expect_refused<ArgumentError>([&] { moe_.backward(call.grad_y, call.grads); }, bad.complaint);
-    EXPECT_EQ(moe_.saved_depth(), 1);
-    expect_nothing_written();
-    moe_.backward(problem_.grad_y(), outputs_.gradients());
-    expect_right_gradients();
+    const Call call = t.spoiled(bad);
+    t.moe.forward_sft(t.problem.routing(), t.problem.x(), t.outputs.y());
+    t.outputs.poison();
+    expect_refused<ArgumentError>([&] { t.moe.backward(call.grad_y, call.grads); }, bad.complaint);
+    EXPECT_EQ(t.moe.saved_depth(), 1);
+    t.expect_nothing_written();
+    t.moe.backward(t.problem.grad_y(), t.outputs.gradients());
+    t.expect_right_gradients();
   }
 }
 
-TEST_F(MisuseOfCalls, BackwardFromCallersBuffers) {
-  moe_.forward_sft(problem_.routing(), problem_.x(), outputs_.y(), saved_.view());
-  outputs_.poison();
-  const auto saved_values = saved_bits();
+TYPED_TEST(MisuseOfCalls, BackwardFromCallersBuffers) {
+  Trial<TypeParam> t;
+  t.moe.forward_sft(t.problem.routing(), t.problem.x(), t.outputs.y(), t.saved.view());
+  t.outputs.poison();
+  const auto saved_values = t.saved_bits();
   std::vector<BadCall> wrong_x;
   for (const BadCall& bad : bad_forwards()) {
     if (bad.complaint.argument[0] == 'x') wrong_x.push_back(bad);
@@ -125,34 +138,36 @@ TEST_F(MisuseOfCalls, BackwardFromCallersBuffers) {
        {bad_routings(), wrong_x, bad_backwards(), bad_saved_activations()}) {
     for (const BadCall& bad : table) {
       SCOPED_TRACE(bad.complaint.argument);
-      const Call call = spoiled(bad);
-      expect_refused<ArgumentError>(
-          [&] { moe_.backward(call.routing, call.x, call.saved, call.grad_y, call.grads); }, bad.complaint);
-      expect_nothing_written();
-      EXPECT_EQ(saved_bits(), saved_values);
-      expect_still_usable();
+      const Call call = t.spoiled(bad);
+      expect_refused<ArgumentError>([&] { t.backward(call); }, bad.complaint);
+      t.expect_nothing_written();
+      EXPECT_EQ(t.saved_bits(), saved_values);
+      t.expect_still_usable();
     }
   }
 }
 
-TEST_F(MisuseOfCalls, MoreRoutesThan32BitsCount) {
-  Config config = problem_.config();
+TYPED_TEST(MisuseOfCalls, MoreRoutesThan32BitsCount) {
+  Trial<TypeParam> t;
+  Config config = t.problem.config();
   config.max_tokens.reset();
-  Moe<Kernel> moe = make_moe<Kernel>(problem_, config);
-  Routing routing = problem_.routing();
+  Moe<TypeParam> moe = make_moe<TypeParam>(t.problem, config);
+  Routing routing = t.problem.routing();
   routing.tokens = amx_sft_moe::index_t{1} << 30;
-  outputs_.poison();
-  expect_refused<ArgumentError>([&] { moe.forward_sft(routing, problem_.x(), outputs_.y()); },
+  t.outputs.poison();
+  expect_refused<ArgumentError>([&] { moe.forward_sft(routing, t.problem.x(), t.outputs.y()); },
                                 {"routing.tokens", "1073741823", "1073741824"});
-  expect_nothing_written();
+  t.expect_nothing_written();
 }
 
 // Weights, factors, biases and activations are read while gradients are written.
-TEST_F(MisuseOfCalls, GradientOfAWeightWhereAnInputLies) {
+TYPED_TEST(MisuseOfCalls, GradientOfAWeightWhereAnInputLies) {
+  using Weight = typename TypeParam::Weight;
+  Trial<TypeParam> t;
   const auto weight_at = [](const void* data, index_t experts, index_t rows, index_t cols) {
     return AnyExpertTensor(static_cast<bf16*>(const_cast<void*>(data)), experts, rows, cols);
   };
-  const auto base = problem_.base<bf16>();
+  const auto base = t.problem.template base<Weight>();
   const auto address = [](const auto& view) {
     return view.visit([](const auto* data) { return static_cast<const void*>(data); });
   };
@@ -163,44 +178,45 @@ TEST_F(MisuseOfCalls, GradientOfAWeightWhereAnInputLies) {
   for (const Input& c :
        {Input{"weights.gate", base.gate.base}, Input{"weights.up", base.up.base + 1682},
         Input{"weights.down", base.down.base}, Input{"weights.biases.up", address(base.biases.up)},
-        Input{"lora.up.b", address(problem_.lora().up.b[2])},
-        Input{"routing.weights", address(problem_.routing().weights)}, Input{"x", address(problem_.x())},
-        Input{"saved.gate", saved_.view().gate.data}, Input{"saved.u_down", saved_.view().u_down.data}}) {
+        Input{"lora.up.b", address(t.problem.lora().up.b[2])},
+        Input{"routing.weights", address(t.problem.routing().weights)}, Input{"x", address(t.problem.x())},
+        Input{"saved.gate", t.saved.view().gate.data}, Input{"saved.u_down", t.saved.view().u_down.data}}) {
     SCOPED_TRACE(c.name);
-    moe_.forward_sft(problem_.routing(), problem_.x(), outputs_.y(), saved_.view());
-    Call call = correct_call();
+    t.moe.forward_sft(t.problem.routing(), t.problem.x(), t.outputs.y(), t.saved.view());
+    Call call = t.correct_call();
     call.grads.weights.gate = weight_at(c.data, 3, 33, 17);
-    outputs_.poison();
-    expect_refused<ArgumentError>(
-        [&] { moe_.backward(call.routing, call.x, call.saved, call.grad_y, call.grads); },
-        {"grads.weights.gate", "memory of its own", c.name});
-    expect_nothing_written();
-    moe_.backward(call.routing, call.x, call.saved, call.grad_y, outputs_.gradients());  // of the same inputs
-    expect_right_gradients();
-    expect_still_usable();
+    t.outputs.poison();
+    expect_refused<ArgumentError>([&] { t.backward(call); },
+                                  {"grads.weights.gate", "memory of its own", c.name});
+    t.expect_nothing_written();
+    call.grads = t.outputs.gradients();
+    t.backward(call);  // of the same inputs
+    t.expect_right_gradients();
+    t.expect_still_usable();
   }
   // One pointer for each expert, gradients wherever else.
-  const Problem apart = random_problem(kCase, kPeftLike, DType::kBf16);
-  Moe<Kernel> moe = make_moe<Kernel>(apart);
+  const Problem apart = random_problem(kCase, kPeftLike, kWeightDType<TypeParam>);
+  Moe<TypeParam> moe = make_moe<TypeParam>(apart);
   Outputs out(apart);
   moe.forward_sft(apart.routing(), apart.x(), out.y());
   Gradients grads = out.gradients();
-  grads.weights.down = {const_cast<bf16*>(apart.base<bf16>().down[2].data), 3, 17, 33};
+  grads.weights.down = {const_cast<Weight*>(apart.base<Weight>().down[2].data), 3, 17, 33};
   expect_refused<ArgumentError>([&] { moe.backward(apart.grad_y(), grads); },
                                 {"grads.weights.down", "memory of its own", "weights.down"});
   moe.backward(apart.grad_y(), out.gradients());
-  expect_same_bits(step_alone<Kernel>(apart), out);
+  expect_same_bits(step_alone<TypeParam>(apart), out);
 }
 
 // A factor given in place of its gradient: other tasks of the same region still read it.
-TEST_F(MisuseOfCalls, GradientWhereAFactorLies) {
+TYPED_TEST(MisuseOfCalls, GradientWhereAFactorLies) {
+  Trial<TypeParam> t;
   const auto in_place = [](const amx_sft_moe::AnyConstExpertTensor& factor) {
     return factor[0].visit([&](const auto* data) {
       using T = std::remove_cvref_t<decltype(*data)>;
       return AnyExpertTensor(const_cast<T*>(data), factor.experts(), factor.rows(), factor.cols());
     });
   };
-  const amx_sft_moe::LoraWeights lora = problem_.lora();
+  const amx_sft_moe::LoraWeights lora = t.problem.lora();
   struct Given {
     const char* name;
     AnyExpertTensor LoraGradients::*grad;
@@ -210,23 +226,23 @@ TEST_F(MisuseOfCalls, GradientWhereAFactorLies) {
        {Given{"gate.a", &LoraGradients::gate_a, lora.gate.a}, Given{"up.b", &LoraGradients::up_b, lora.up.b},
         Given{"down.a", &LoraGradients::down_a, lora.down.a}}) {
     SCOPED_TRACE(given.name);
-    moe_.forward_sft(problem_.routing(), problem_.x(), outputs_.y());
-    Gradients grads = outputs_.gradients();
+    t.moe.forward_sft(t.problem.routing(), t.problem.x(), t.outputs.y());
+    Gradients grads = t.outputs.gradients();
     grads.lora.*given.grad = in_place(given.factor);
-    outputs_.poison();
-    expect_refused<ArgumentError>([&] { moe_.backward(problem_.grad_y(), grads); },
+    t.outputs.poison();
+    expect_refused<ArgumentError>([&] { t.moe.backward(t.problem.grad_y(), grads); },
                                   {"grads.lora.", "memory of its own", std::string("lora.") + given.name});
-    expect_nothing_written();
-    moe_.clear();
-    expect_still_usable();
+    t.expect_nothing_written();
+    t.moe.clear();
+    t.expect_still_usable();
   }
 }
 
-TEST_F(MisuseOfCalls, GradientOfAnAbsentAdapter) {
+TYPED_TEST(MisuseOfCalls, GradientOfAnAbsentAdapter) {
   Case c = kCase;
   c.ranks.up = 0;
-  const Problem problem = random_problem(c, kPlain, DType::kBf16);
-  Moe<Kernel> moe = make_moe<Kernel>(problem);
+  const Problem problem = random_problem(c, kPlain, kWeightDType<TypeParam>);
+  Moe<TypeParam> moe = make_moe<TypeParam>(problem);
   Outputs out(problem);
   moe.forward_sft(problem.routing(), problem.x(), out.y());
   Gradients grads = out.gradients();
@@ -234,13 +250,13 @@ TEST_F(MisuseOfCalls, GradientOfAnAbsentAdapter) {
   expect_refused<ArgumentError>([&] { moe.backward(problem.grad_y(), grads); }, {"up_b", "none", "a tensor"});
   EXPECT_TRUE(somewhere_is_untouched());
   moe.backward(problem.grad_y(), out.gradients());
-  expect_same_bits(step_alone<Kernel>(problem), out);
+  expect_same_bits(step_alone<TypeParam>(problem), out);
 }
 
-TEST_F(MisuseOfCalls, SecondGradientOfASharedA) {
+TYPED_TEST(MisuseOfCalls, SecondGradientOfASharedA) {
   const Case c{"shared", 9, 2, 3, 17, 33, {4, 4, 4}, kDistinct, true};
-  const Problem problem = random_problem(c, kPlain, DType::kBf16);
-  Moe<Kernel> moe = make_moe<Kernel>(problem);
+  const Problem problem = random_problem(c, kPlain, kWeightDType<TypeParam>);
+  Moe<TypeParam> moe = make_moe<TypeParam>(problem);
   Outputs out(problem);
   moe.forward_sft(problem.routing(), problem.x(), out.y());
   Gradients grads = out.gradients();
@@ -248,32 +264,34 @@ TEST_F(MisuseOfCalls, SecondGradientOfASharedA) {
   expect_refused<ArgumentError>([&] { moe.backward(problem.grad_y(), grads); }, {"up_a", "gate_a", "a tensor"});
   EXPECT_TRUE(somewhere_is_untouched());
   moe.backward(problem.grad_y(), out.gradients());
-  expect_same_bits(step_alone<Kernel>(problem), out);
+  expect_same_bits(step_alone<TypeParam>(problem), out);
 }
 
-TEST_F(MisuseOfCalls, StackErrorsNameTheirValues) {
+TYPED_TEST(MisuseOfCalls, StackErrorsNameTheirValues) {
   using amx_sft_moe::StateError;
-  expect_refused<StateError>([&] { moe_.backward(problem_.grad_y(), outputs_.gradients()); },
+  Trial<TypeParam> t;
+  expect_refused<StateError>([&] { t.moe.backward(t.problem.grad_y(), t.outputs.gradients()); },
                              {"backward", "saved", "empty"});
-  moe_.forward_sft(problem_.routing(), problem_.x(), outputs_.y());
-  expect_refused<StateError>([&] { moe_.forward_sft(problem_.routing(), problem_.x(), outputs_.y()); },
+  t.moe.forward_sft(t.problem.routing(), t.problem.x(), t.outputs.y());
+  expect_refused<StateError>([&] { t.moe.forward_sft(t.problem.routing(), t.problem.x(), t.outputs.y()); },
                              {"save_for_backward", "cache_depth = 1", "1"});
 }
 
 // Exactly max_tokens is allowed, and null pointers are where there is nothing to point to.
-TEST_F(MisuseOfCalls, LimitsThemselvesAreLegal) {
-  const Problem full = another_batch(problem_, kCase, 12, 3);
+TYPED_TEST(MisuseOfCalls, LimitsThemselvesAreLegal) {
+  Trial<TypeParam> t;
+  const Problem full = another_batch(t.problem, kCase, 12, 3);
   Outputs of_full(full);
-  run_step(moe_, full, of_full);
-  expect_same_bits(step_alone<Kernel>(full), of_full);
+  run_step(t.moe, full, of_full);
+  expect_same_bits(step_alone<TypeParam>(full), of_full);
 
   Routing routing;
   routing.weights = null_matrix(0, 2);
-  const Problem none = another_batch(problem_, kCase, 0, 3);
+  const Problem none = another_batch(t.problem, kCase, 0, 3);
   Outputs of_none(none);
-  moe_.forward_sft(routing, null_matrix(0, 17), {static_cast<float*>(nullptr), 0, 17, 17});
-  moe_.backward(null_matrix(0, 17), of_none.gradients());
-  expect_same_bits(step_alone<Kernel>(none), of_none);
+  t.moe.forward_sft(routing, null_matrix(0, 17), {static_cast<float*>(nullptr), 0, 17, 17});
+  t.moe.backward(null_matrix(0, 17), of_none.gradients());
+  expect_same_bits(step_alone<TypeParam>(none), of_none);
 }
 
 }  // namespace

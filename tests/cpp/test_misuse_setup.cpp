@@ -1,5 +1,5 @@
-// Wrong configurations, base weights and LoRA factors: refused by the constructor and by set_base and set_lora,
-// which then leave what was set before.
+// Wrong configurations, base weights and LoRA factors, on every kernel: refused by the constructor and by set_base
+// and set_lora, which then leave what was set before.
 #include <gtest/gtest.h>
 
 #include <functional>
@@ -20,11 +20,11 @@ using amx_sft_moe::ArgumentError;
 using amx_sft_moe::Config;
 using amx_sft_moe::LoraWeights;
 
-// The checks are the operator's, the same for every kernel.
-using Kernel = PortableBf16;
-using BaseWeights = amx_sft_moe::BaseWeights<bf16>;
-
 inline constexpr Case kCase = with_biases({"misuse", 9, 2, 3, 17, 33, {4, 5, 6}});
+
+template <class Kernel>
+class MisuseOfSetup : public KernelTest<Kernel> {};
+TYPED_TEST_SUITE(MisuseOfSetup, AllKernels, KernelLabels);
 
 struct BadConfig {
   Complaint complaint;
@@ -54,24 +54,28 @@ std::vector<BadConfig> bad_configs() {
   };
 }
 
-TEST(MisuseOfConfig, IsRefused) {
-  const Problem problem = random_problem(kCase, kPlain, DType::kBf16);
+TYPED_TEST(MisuseOfSetup, ConfigIsRefused) {
+  const Problem problem = random_problem(kCase, kPlain, kWeightDType<TypeParam>);
   for (const BadConfig& bad : bad_configs()) {
     Config config = problem.config();
     bad.spoil(config);
-    expect_refused<ArgumentError>([&] { Moe<Kernel>(config, problem.base<bf16>(), problem.lora()); },
-                                  bad.complaint);
+    expect_refused<ArgumentError>(
+        [&] { Moe<TypeParam>(config, problem.base<typename TypeParam::Weight>(), problem.lora()); },
+        bad.complaint);
   }
 }
 
+template <class Weight>
 struct BadBase {
   Complaint complaint;
-  std::function<void(BaseWeights&)> spoil;
+  std::function<void(amx_sft_moe::BaseWeights<Weight>&)> spoil;
 };
 
-std::vector<BadBase> bad_base_weights() {
-  static const std::vector<bf16> storage(17 * 33);
-  static const bf16* const one_is_null[] = {storage.data(), storage.data(), nullptr};
+template <class Weight>
+std::vector<BadBase<Weight>> bad_base_weights() {
+  using BaseWeights = amx_sft_moe::BaseWeights<Weight>;
+  static const std::vector<Weight> storage(17 * 33);
+  static const Weight* const one_is_null[] = {storage.data(), storage.data(), nullptr};
   return {
       {{"gate", "non-null", "null"}, [](BaseWeights& w) { w.gate.base = nullptr; }},
       {{"up", "non-null", "null"},
@@ -104,15 +108,15 @@ std::vector<BadBase> bad_base_weights() {
   };
 }
 
-TEST(MisuseOfBaseWeights, IsRefusedAndKeepsTheOldOnes) {
-  const Problem problem = random_problem(kCase, kPlain, DType::kBf16);
-  const Outputs want = step_alone<Kernel>(problem);
-  Moe<Kernel> moe = make_moe<Kernel>(problem);
-  for (const BadBase& bad : bad_base_weights()) {
+TYPED_TEST(MisuseOfSetup, BaseWeightsAreRefusedAndTheOldOnesKept) {
+  const Problem problem = random_problem(kCase, kPlain, kWeightDType<TypeParam>);
+  const Outputs want = step_alone<TypeParam>(problem);
+  Moe<TypeParam> moe = make_moe<TypeParam>(problem);
+  for (const auto& bad : bad_base_weights<typename TypeParam::Weight>()) {
     SCOPED_TRACE(bad.complaint.argument);
-    BaseWeights weights = problem.base<bf16>();
+    auto weights = problem.base<typename TypeParam::Weight>();
     bad.spoil(weights);
-    expect_refused<ArgumentError>([&] { Moe<Kernel>(problem.config(), weights, problem.lora()); },
+    expect_refused<ArgumentError>([&] { Moe<TypeParam>(problem.config(), weights, problem.lora()); },
                                   bad.complaint);
     expect_refused<ArgumentError>([&] { moe.set_base(weights); }, bad.complaint);
     Outputs got(problem);
@@ -151,16 +155,17 @@ std::vector<BadLora> bad_lora_weights() {
   };
 }
 
-TEST(MisuseOfLoraWeights, IsRefusedAndKeepsTheOldOnes) {
-  const Problem problem = random_problem(kCase, kPlain, DType::kBf16);
-  const Outputs want = step_alone<Kernel>(problem);
-  Moe<Kernel> moe = make_moe<Kernel>(problem);
+TYPED_TEST(MisuseOfSetup, LoraWeightsAreRefusedAndTheOldOnesKept) {
+  const Problem problem = random_problem(kCase, kPlain, kWeightDType<TypeParam>);
+  const Outputs want = step_alone<TypeParam>(problem);
+  Moe<TypeParam> moe = make_moe<TypeParam>(problem);
   for (const BadLora& bad : bad_lora_weights()) {
     SCOPED_TRACE(bad.complaint.argument);
     LoraWeights lora = problem.lora();
     bad.spoil(lora);
-    expect_refused<ArgumentError>([&] { Moe<Kernel>(problem.config(), problem.base<bf16>(), lora); },
-                                  bad.complaint);
+    expect_refused<ArgumentError>(
+        [&] { Moe<TypeParam>(problem.config(), problem.base<typename TypeParam::Weight>(), lora); },
+        bad.complaint);
     expect_refused<ArgumentError>([&] { moe.set_lora(lora); }, bad.complaint);
     if (testing::Test::HasFailure()) moe.set_lora(problem.lora());  // one failure shall not bring others
     Outputs got(problem);
@@ -170,14 +175,14 @@ TEST(MisuseOfLoraWeights, IsRefusedAndKeepsTheOldOnes) {
 }
 
 // Between a forward and its backward the ranks must not change: what was saved would not fit.
-TEST(MisuseOfLoraWeights, OtherRanksBetweenForwardAndBackward) {
-  const Problem problem = random_problem(kCase, kPlain, DType::kBf16);
-  const Outputs want = step_alone<Kernel>(problem);
+TYPED_TEST(MisuseOfSetup, OtherRanksBetweenForwardAndBackward) {
+  const Problem problem = random_problem(kCase, kPlain, kWeightDType<TypeParam>);
+  const Outputs want = step_alone<TypeParam>(problem);
   for (const Ranks& ranks : {Ranks{9, 5, 6}, Ranks{4, 2, 6}, Ranks{4, 5, 0}}) {
     Case other_case = kCase;
     other_case.ranks = ranks;
-    const Problem other = random_problem(other_case, kPlain, DType::kBf16);
-    Moe<Kernel> moe = make_moe<Kernel>(problem);
+    const Problem other = random_problem(other_case, kPlain, kWeightDType<TypeParam>);
+    Moe<TypeParam> moe = make_moe<TypeParam>(problem);
     Outputs got(problem);
     Outputs refused(other);
     moe.forward_sft(problem.routing(), problem.x(), got.y());

@@ -3,6 +3,7 @@
 
 #include <algorithm>
 #include <array>
+#include <cstddef>
 #include <functional>
 #include <limits>
 #include <vector>
@@ -20,15 +21,23 @@ using amx_sft_moe::Gradients;
 using amx_sft_moe::LoraGradients;
 using amx_sft_moe::Routing;
 
-// Every argument of a forward and its backward.
+// Every argument of a forward and its backward. The activations' type is the kernel's: the tables do without.
 struct Call {
   Routing routing;
   AnyConstMatrix x;
   AnyMatrix y;
   AnyConstMatrix grad_y;
   Gradients grads;
-  amx_sft_moe::SavedActivations<bf16> saved;
+  amx_sft_moe::SavedActivations<std::byte> saved;
 };
+
+template <class To, class From>
+amx_sft_moe::SavedActivations<To> cast_saved(const amx_sft_moe::SavedActivations<From>& saved) {
+  const auto cast = [](const amx_sft_moe::MatrixView<From>& m) {
+    return amx_sft_moe::MatrixView<To>{reinterpret_cast<To*>(m.data), m.rows, m.cols, m.row_stride};
+  };
+  return {cast(saved.gate), cast(saved.up), cast(saved.u_gate), cast(saved.u_up), cast(saved.u_down)};
+}
 
 struct BadCall {
   Complaint complaint;
