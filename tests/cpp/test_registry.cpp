@@ -160,9 +160,18 @@ TEST(RegistryOfKernels, UnknownNamesAreRefusedWithThoseAvailable) {
   EXPECT_EQ(resolve_kernel("portable", DType::kFp32), "portable");
 }
 
-TEST(RegistryOfKernels, KernelOfTheOtherTypeIsRefused) {
-  expect_refused<KernelError>([] { resolve_kernel("avx512_bf16", DType::kFp32); },
-                              {"kernel", "portable", "avx512_bf16"});
+// Whether or not the CPU has them: neither a conversion nor another kernel.
+TEST(RegistryOfKernels, Fp32WeightsAreRefusedByTheKernelsOfBf16) {
+  const Problem problem = random_problem(kCase, kPlain, DType::kFp32);
+  for (const std::string name : {"amx_bf16", "avx512_bf16"}) {
+    const Complaint complaint{"kernel", "portable", name + ": it does not take fp32 weights"};
+    expect_refused<KernelError>([&] { resolve_kernel(name, DType::kFp32); }, complaint);
+    expect_refused<KernelError>(
+        [&] { make_sft_moe(name, problem.config(), problem.base<float>(), problem.lora()); }, complaint);
+    const Variable variable(kVariable, name);
+    expect_refused<KernelError>([] { resolve_kernel("auto", DType::kFp32); },
+                                {kVariable, "portable", complaint.got});
+  }
 }
 
 TEST(RegistryOfKernels, AbsentKernelIsRefusedWithThoseAvailable) {
