@@ -61,13 +61,14 @@ using Avx512Fp32 = amx_sft_moe::kernels::Avx512<float>;
 using AmxBf16 = amx_sft_moe::kernels::AmxBf16;
 
 #ifdef SFT_TEST_HAS_ONEDNN
-// Of the seven kernels named onednn four: every way of packing and row operation, each with one type of
-// weights.
+// Of the seven kernels named onednn five: every way of packing and row operation, each with one type of weights,
+// and what fp32 weights get on a CPU with AVX2 alone.
 using OneDnnBf16 = amx_sft_moe::kernels::OneDnnBf16;
 using OneDnnFp32 = amx_sft_moe::kernels::OneDnn<float, amx_sft_moe::kernels::OneDnnWithAvx512>;
 using OneDnnWidenedBf16 = amx_sft_moe::kernels::OneDnn<amx_sft_moe::bf16, amx_sft_moe::kernels::OneDnnWithAvx2>;
+using OneDnnAvx2Fp32 = amx_sft_moe::kernels::OneDnn<float, amx_sft_moe::kernels::OneDnnWithAvx2>;
 using OneDnnPlainFp32 = amx_sft_moe::kernels::OneDnn<float, amx_sft_moe::kernels::OneDnnAnywhere>;
-#define SFT_TEST_ONEDNN_KERNELS , OneDnnBf16, OneDnnFp32, OneDnnWidenedBf16, OneDnnPlainFp32
+#define SFT_TEST_ONEDNN_KERNELS , OneDnnBf16, OneDnnFp32, OneDnnWidenedBf16, OneDnnAvx2Fp32, OneDnnPlainFp32
 using ListedKernels =
     amx_sft_moe::kernels::Joined<amx_sft_moe::DefaultKernels, amx_sft_moe::kernels::OneDnnKernels>;
 #else
