@@ -9,6 +9,7 @@ namespace {
 
 std::atomic<std::int64_t> g_allocations{0};
 std::atomic<std::int64_t> g_frees{0};
+std::atomic<std::int64_t> g_live_aligned{0};
 std::atomic<std::int64_t> g_fails{-1};  // the count at which an allocation fails
 
 void* allocate(std::size_t bytes, std::size_t alignment) {
@@ -39,6 +40,10 @@ std::int64_t sft_test::live_allocations() {
   return g_allocations.load(std::memory_order_relaxed) - g_frees.load(std::memory_order_relaxed);
 }
 
+std::int64_t sft_test::live_aligned_allocations() {
+  return g_live_aligned.load(std::memory_order_relaxed);
+}
+
 sft_test::FailingAllocation::FailingAllocation(std::int64_t at) {
   g_fails = g_allocations + at;
 }
@@ -54,7 +59,9 @@ void* operator new(std::size_t bytes) {
   return allocate(bytes, alignof(std::max_align_t));
 }
 void* operator new(std::size_t bytes, std::align_val_t alignment) {
-  return allocate(bytes, static_cast<std::size_t>(alignment));
+  void* memory = allocate(bytes, static_cast<std::size_t>(alignment));
+  g_live_aligned.fetch_add(1, std::memory_order_relaxed);
+  return memory;
 }
 void operator delete(void* memory) noexcept {
   release(memory);
@@ -63,6 +70,7 @@ void operator delete(void* memory, std::size_t) noexcept {
   release(memory);
 }
 void operator delete(void* memory, std::align_val_t) noexcept {
+  if (memory != nullptr) g_live_aligned.fetch_sub(1, std::memory_order_relaxed);
   release(memory);
 }
 void operator delete(void* memory, std::size_t, std::align_val_t) noexcept {

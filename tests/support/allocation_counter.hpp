@@ -7,7 +7,8 @@
 namespace sft_test {
 
 std::int64_t allocation_count();
-std::int64_t live_allocations();  // made and not yet freed
+std::int64_t live_allocations();          // made and not yet freed
+std::int64_t live_aligned_allocations();  // of those, those that asked for an alignment
 
 // While it lives, the allocation number `at` from now on (the first is 0) throws std::bad_alloc, those after it
 // succeed again.
