@@ -10,6 +10,10 @@
 #include <string>
 #include <vector>
 
+#ifdef CONSUMER_HAS_ONEDNN
+#include <amx_sft_moe/kernels/onednn.hpp>
+#endif
+
 #if defined(__SSE3__) && !defined(CONSUMER_MAY_HAVE_FLAGS)
 #error "an -m flag reached the library's user"
 #endif
@@ -20,6 +24,12 @@
 namespace {
 
 using namespace amx_sft_moe;
+
+#ifdef CONSUMER_HAS_ONEDNN
+using Kernels = kernels::Joined<DefaultKernels, kernels::OneDnnKernels>;
+#else
+using Kernels = DefaultKernels;
+#endif
 
 constexpr index_t kTokens = 9, kExperts = 4, kTopK = 2, kHidden = 70, kIntermediate = 50, kRank = 3;
 
@@ -73,7 +83,7 @@ Results step(const std::string& kernel) {
   experts.down = Experts::stacked(base[2].data(), kHidden, kIntermediate);
   LoraWeights lora;
   lora.gate = {{a.data(), kExperts, kRank, kHidden}, {b.data(), kExperts, kIntermediate, kRank}, 2.0F};
-  const auto moe = make_sft_moe(kernel, config, experts, lora);
+  const auto moe = make_sft_moe<Kernels>(kernel, config, experts, lora);
 
   Results r;
   moe->forward_sft({kTokens, {ids.data(), kTopK}, {weights.data(), kTokens, kTopK, kTopK}},
@@ -108,7 +118,7 @@ bool check(DType dtype) {
   const double allowed = dtype == DType::kFp32 ? 1e-5 : 1e-2;
   const Results expected = step<T>("portable");
   bool good = true;
-  for (const KernelInfo& kernel : list_kernels()) {
+  for (const KernelInfo& kernel : list_kernels<Kernels>()) {
     if (kernel.weights != dtype) continue;
     std::cout << kernel.name << " " << name_of(dtype) << ": ";
     if (!kernel.available) {
@@ -120,8 +130,8 @@ bool check(DType dtype) {
     good = good && off <= allowed;
     std::cout << "bits " << std::hex << got.hash() << std::dec << ", off portable by " << off << "\n";
   }
-  std::cout << "auto " << name_of(dtype) << ": " << resolve_kernel("auto", dtype) << "\n";
-  return good && step<T>("auto").hash() == step<T>(resolve_kernel("auto", dtype)).hash();
+  std::cout << "auto " << name_of(dtype) << ": " << resolve_kernel<Kernels>("auto", dtype) << "\n";
+  return good && step<T>("auto").hash() == step<T>(resolve_kernel<Kernels>("auto", dtype)).hash();
 }
 
 }  // namespace
