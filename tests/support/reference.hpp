@@ -138,7 +138,7 @@ struct Gelu {
 inline Gelu gelu_of(const Glu& glu, double g) {
   const double pi = std::acos(-1.0);
   if (glu.form == Glu::kGelu) {
-    const double cdf = (1 + std::erf(g / std::sqrt(2.0))) / 2;
+    const double cdf = std::erfc(-g / std::sqrt(2.0)) / 2;  // 1 + erf is exactly 0 from -8.3 down, this is not
     return {g * cdf, cdf + g * std::exp(-g * g / 2) / std::sqrt(2 * pi)};
   }
   const double root = std::sqrt(2 / pi);
