@@ -131,7 +131,7 @@ inline double sigmoid(double z) {
   return 1.0 / (1.0 + std::exp(-z));
 }
 
-// gelu(g) and its slope. The tanh form is written with tanh itself, as in the paper.
+// gelu(g) and its slope.
 struct Gelu {
   double value, slope;
 };
@@ -142,8 +142,8 @@ inline Gelu gelu_of(const Glu& glu, double g) {
     return {g * cdf, cdf + g * std::exp(-g * g / 2) / std::sqrt(2 * pi)};
   }
   const double root = std::sqrt(2 / pi);
-  const double t = std::tanh(root * (g + 0.044715 * g * g * g));
-  return {g * (1 + t) / 2, (1 + t) / 2 + g * (1 - t * t) / 2 * root * (1 + 3 * 0.044715 * g * g)};
+  const double half = sigmoid(2 * root * (g + 0.044715 * g * g * g));  // (1 + tanh) / 2, which loses its tail too
+  return {g * half, half + g * 2 * half * (1 - half) * root * (1 + 3 * 0.044715 * g * g)};
 }
 
 inline bool is_gelu(const Glu& glu) {

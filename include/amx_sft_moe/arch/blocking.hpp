@@ -40,7 +40,7 @@ inline constexpr index_t kFewSteps = 8;
 inline constexpr index_t kLongDot = 64;
 
 // Panels (pack_rows of each instruction set): rows asked for ahead. Rows of a weight are 4 to 28 KiB apart, which
-// hardware prefetchers do not follow; eight rows of a panel of 64 to 256 columns are the lines that a core waits for.
+// hardware prefetchers do not follow. Eight is what served; it follows from nothing.
 inline constexpr index_t kPackRowsAhead = 8;
 
 }  // namespace arch
