@@ -142,7 +142,8 @@ inline Gelu gelu_of(const Glu& glu, double g) {
     return {g * cdf, cdf + g * std::exp(-g * g / 2) / std::sqrt(2 * pi)};
   }
   const double root = std::sqrt(2 / pi);
-  const double half = sigmoid(2 * root * (g + 0.044715 * g * g * g));  // (1 + tanh) / 2, which loses its tail too
+  const double half =
+      sigmoid(2 * root * (g + 0.044715 * g * g * g));  // (1 + tanh) / 2, which loses its tail too
   return {g * half, half + g * 2 * half * (1 - half) * root * (1 + 3 * 0.044715 * g * g)};
 }
 
