@@ -11,6 +11,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks"))
 
 import in_process
 
+# Of twenty: one that is preempted as it falls asleep counts as no voluntary switch.
+MANY = 15
+
 
 class Sleeper:
     def __init__(self, times: int) -> None:
@@ -34,9 +37,9 @@ class WithThread(Sleeper):
 
 def test_each_sleep_of_a_step_counts() -> None:
     median, most = in_process.sleeps(Sleeper(20), 3)
-    assert 20 <= median <= most
+    assert MANY <= median <= most
     assert in_process.sleeps(Sleeper(0), 9)[0] < 5  # other threads of this process seldom wake
 
 
 def test_those_of_other_threads_too() -> None:
-    assert in_process.sleeps(WithThread(20), 3)[0] >= 20
+    assert in_process.sleeps(WithThread(20), 3)[0] >= MANY
