@@ -12,6 +12,23 @@
 #include "saved_buffers.hpp"
 #include "step.hpp"
 
+// Instantiated once, in moe_<kernel>.cpp: here again they took minutes.
+extern template class amx_sft_moe::AMX_SFT_MOE<sft_test::PortableBf16>;
+extern template class amx_sft_moe::AMX_SFT_MOE<sft_test::PortableFp32>;
+extern template class amx_sft_moe::AMX_SFT_MOE<sft_test::Avx2Bf16>;
+extern template class amx_sft_moe::AMX_SFT_MOE<sft_test::Avx2Fp32>;
+extern template class amx_sft_moe::AMX_SFT_MOE<sft_test::Avx512Bf16>;
+extern template class amx_sft_moe::AMX_SFT_MOE<sft_test::Avx512WidenedBf16>;
+extern template class amx_sft_moe::AMX_SFT_MOE<sft_test::Avx512Fp32>;
+extern template class amx_sft_moe::AMX_SFT_MOE<sft_test::AmxBf16>;
+#ifdef SFT_TEST_HAS_ONEDNN
+extern template class amx_sft_moe::AMX_SFT_MOE<sft_test::OneDnnBf16>;
+extern template class amx_sft_moe::AMX_SFT_MOE<sft_test::OneDnnFp32>;
+extern template class amx_sft_moe::AMX_SFT_MOE<sft_test::OneDnnWidenedBf16>;
+extern template class amx_sft_moe::AMX_SFT_MOE<sft_test::OneDnnAvx2Fp32>;
+extern template class amx_sft_moe::AMX_SFT_MOE<sft_test::OneDnnPlainFp32>;
+#endif
+
 namespace sft_test {
 namespace {
 

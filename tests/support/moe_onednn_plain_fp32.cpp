@@ -1,3 +1,4 @@
 #include "moe_definition.hpp"
 
+template class amx_sft_moe::AMX_SFT_MOE<sft_test::OneDnnPlainFp32>;
 template class sft_test::Moe<sft_test::OneDnnPlainFp32>;
