@@ -38,11 +38,19 @@ struct Blocking {
   static constexpr index_t kMaxInPlaceCols = 8192;
   static constexpr index_t kManyRows = 64;
   static constexpr index_t kTasksPerThread = 8;
+  // Tokens of a task of gemm_nt with strips, of whose x only a block of K stays in L2 while a strip meets it: packing
+  // strips costs less than 4 % of their products.
+  static constexpr index_t kStripTokens = 128;
   // Gradients of base weights, gemm_tn at full width. Rows of a gradient that share a task's packed x or h: packing
   // them costs a thousandth of an element a multiply-add, and a gradient still makes tens of tasks.
   static constexpr index_t kGradRowsPerTask = 512;
-  // Rows of one product: as tall as those of gemm_nn, so that A^T and C stay in L2.
+  // Rows of one product: as tall as those of gemm_nn, so that A^T and C stay in L2. Strips of few tokens mostly write the
+  // gradient, and do it in whole rows: C wide and flat (kMaxStripCols; benchmarks/LOG.md, "Gradients of base weights").
+  // Of more tokens A^T, transposed anew for each range of columns, asks for some width, and strips for height.
   static constexpr index_t kGradRows = 256;
+  static constexpr index_t kFlatGradRows = 128;
+  static constexpr index_t kFlatGradTokens = 128;
+  static constexpr index_t kGradStripCols = 512;
   // Tokens that one product contracts. An expert with more sums its products in fp32, so that a task's memory has a
   // bound; the sum passes through the cache once in 512 multiply-adds. Part of the order of summation.
   static constexpr index_t kGradTokens = 512;
@@ -61,13 +69,8 @@ struct Blocking {
     return blocking;
   }
 
-  // Columns of a task of gemm_nn or gemm_tn: what of B, packed, stays in L2 while k steps of it are used. Strips
-  // are used at once, whatever k.
-  template <class Kernel>
-  index_t cols_for(index_t k) const {
-    return MultipliesStrips<Kernel> ? kMaxCols : resident_cols<Kernel>(k);
-  }
-  // The same for one such product of each of `experts`, [rows, cols] in fp32, where `threads` share them.
+  // Columns of a task of gemm_nn or gemm_tn, [rows, cols] of each of `experts`, where `threads` share them: what of B,
+  // packed, stays in L2 while k steps of it are used; or of strips, which are used at once, what of C does.
   template <class Kernel>
   index_t cols_for(index_t k, index_t rows, index_t cols, index_t experts, int threads) const {
     if constexpr (!MultipliesStrips<Kernel>) return resident_cols<Kernel>(k);
@@ -80,10 +83,26 @@ struct Blocking {
     while (wide > kMaxCols && !fits(wide)) wide /= 2;
     return wide;
   }
-  // Tokens of each task of gemm_nt where an expert has `tokens`: their x stays in L2 while the weights pass by.
+  // Rows of one product of a base weight's gradient from so many tokens.
+  template <class Kernel>
+  static constexpr index_t grad_rows(index_t tokens) {
+    return MultipliesStrips<Kernel> && tokens <= kFlatGradTokens ? kFlatGradRows : kGradRows;
+  }
+  // Columns of the tasks of such gradients, [rows, cols] of each of `experts`, where `threads` share them.
+  template <class Kernel>
+  index_t grad_cols(index_t tokens, index_t rows, index_t cols, index_t experts, int threads) const {
+    if constexpr (!MultipliesStrips<Kernel>) return resident_cols<Kernel>(tokens);
+    const index_t tall = experts * ceil_div(rows, kGradRowsPerTask);
+    index_t wide = tokens <= kFlatGradTokens ? kMaxStripCols : kGradStripCols;
+    while (wide > kMaxCols && tall * ceil_div(cols, wide) < kTasksPerThread * index_t{threads}) wide /= 2;
+    return wide;
+  }
+  // Tokens of each task of gemm_nt where an expert has `tokens`: their x, of strips as much of it as one meets, stays in
+  // L2 while the weights pass by.
   template <class Kernel>
   index_t tokens_for(index_t k, index_t tokens) const {
-    return even_tokens(tokens, std::min(resident_cols<Kernel>(k), kTokensPerTask));
+    const index_t fit = MultipliesStrips<Kernel> ? kStripTokens : index_t{0};
+    return even_tokens(tokens, std::clamp(resident_cols<Kernel>(k), fit, kTokensPerTask));
   }
   // `tokens` in equal parts of about `fit`, half as many again rather than one part more: a task of the few that are
   // left over would have all weights streamed and packed for them.

@@ -23,7 +23,8 @@ namespace moe {
 template <class Kernel>
 void add_weight_tasks(Step<Kernel>& step, int kind, const ExpertRows& expert, index_t rows, index_t cols) {
   const index_t tokens = std::min(expert.rows, gemm::Blocking::kGradTokens);
-  const index_t col_step = step.blocking.template cols_for<Kernel>(tokens);
+  const auto experts = static_cast<index_t>(step.work.routing.active().size());
+  const index_t col_step = step.blocking.template grad_cols<Kernel>(tokens, rows, cols, experts, step.threads);
   for (index_t row = 0; row < rows; row += gemm::Blocking::kGradRowsPerTask) {
     for (index_t col = 0; col < cols; col += col_step) {
       Task task;
@@ -67,6 +68,7 @@ void weight_gradient(Worker<Kernel>& worker, const Task& task, const gemm::Facto
   constexpr index_t kChunk = gemm::Blocking::kGradTokens;
   const index_t tokens = task.expert->rows;
   const bool in_chunks = tokens > kChunk;
+  const index_t row_step = gemm::Blocking::grad_rows<Kernel>(std::min(tokens, kChunk));
   AnyMatrix sums;
   const index_t stride = spread_row_stride<float>(task.cols);
   float* sum = nullptr;
@@ -77,8 +79,8 @@ void weight_gradient(Worker<Kernel>& worker, const Task& task, const gemm::Facto
   for (index_t first = 0; first < tokens; first += kChunk) {
     const index_t here = std::min(kChunk, tokens - first);
     const auto panels = gemm::pack_tokens<Kernel>(worker.gemm, input(first, here), here, task.cols);
-    for (index_t row = 0; row < task.rows; row += gemm::Blocking::kGradRows) {
-      const index_t rows = std::min(gemm::Blocking::kGradRows, task.rows - row);
+    for (index_t row = 0; row < task.rows; row += row_step) {
+      const index_t rows = std::min(row_step, task.rows - row);
       const float* weights = factor.weights == nullptr ? nullptr : factor.weights + first;
       const std::array<gemm::Factor, 1> factors{{{factor.rows.from(first, task.row + row), weights}}};
       gemm::gemm_tn<Kernel>(worker.gemm, rows, factors, panels, [&](gemm::Block block) {

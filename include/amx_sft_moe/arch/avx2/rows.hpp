@@ -29,20 +29,24 @@ struct Avx2Rows {
   AMX_SFT_MOE_TARGET_AVX2 static void stage_transposed(const RowSource<S>& src, index_t rows, index_t k,
                                                        index_t k_padded, const float* weights, E* dst,
                                                        index_t dst_stride) {
-    for (index_t kk = 0; kk < k_padded; kk += 8) {
+    // Two blocks of 8 x 8 make whole cache lines of dst: its rows may be any number of KiB apart, all in one set of L1.
+    for (index_t line = 0; line < k_padded; line += 16) {
+      const index_t end = line + 16 < k_padded ? line + 16 : k_padded;
       for (index_t i = 0; i < rows; i += 8) {
-        __m256 r[8];
-        AMX_SFT_MOE_UNROLL
-        for (int t = 0; t < 8; ++t) {
-          r[t] = _mm256_setzero_ps();
-          if (kk + t >= k) continue;
-          const __m256 weight = _mm256_set1_ps(weights == nullptr ? 1.0F : weights[kk + t]);
-          r[t] = _mm256_mul_ps(avx2::load8(src.row(kk + t) + i, rows - i), weight);
-        }
-        avx2::transpose_8x8(r);
-        AMX_SFT_MOE_UNROLL
-        for (int t = 0; t < 8; ++t) {
-          if (i + t < rows) avx2::store8(dst + (i + t) * dst_stride + kk, k_padded - kk, r[t]);
+        for (index_t kk = line; kk < end; kk += 8) {
+          __m256 r[8];
+          AMX_SFT_MOE_UNROLL
+          for (int t = 0; t < 8; ++t) {
+            r[t] = _mm256_setzero_ps();
+            if (kk + t >= k) continue;
+            const __m256 weight = _mm256_set1_ps(weights == nullptr ? 1.0F : weights[kk + t]);
+            r[t] = _mm256_mul_ps(avx2::load8(src.row(kk + t) + i, rows - i), weight);
+          }
+          avx2::transpose_8x8(r);
+          AMX_SFT_MOE_UNROLL
+          for (int t = 0; t < 8; ++t) {
+            if (i + t < rows) avx2::store8(dst + (i + t) * dst_stride + kk, k_padded - kk, r[t]);
+          }
         }
       }
     }
@@ -78,10 +82,22 @@ struct Avx2Rows {
   AMX_SFT_MOE_TARGET_AVX2 static void store_rows(const float* c, index_t c_stride, index_t rows, index_t cols,
                                                  const BlockTarget<T>& to) {
     const __m256 scale = _mm256_set1_ps(to.scale);
+    // Sixteen bf16 are one store: what waits for memory in the store buffer is twice as much of it.
+    const index_t together = to.col_scale == nullptr ? cols / 16 * 16 : 0;
     for (index_t i = 0; i < rows; ++i) {  // row by row: at one column rows may all be in one set of L1
       const float* from = c + i * c_stride;
       T* out = to.data + i * to.row_stride;
-      for (index_t j = 0; j < cols; j += 8) {
+      index_t j = 0;
+      for (; j < together; j += 16) {
+        __m256 low = _mm256_mul_ps(avx2::load8(from + j), scale);
+        __m256 high = _mm256_mul_ps(avx2::load8(from + j + 8), scale);
+        if (to.accumulate) {
+          low = _mm256_add_ps(low, avx2::load8(out + j));
+          high = _mm256_add_ps(high, avx2::load8(out + j + 8));
+        }
+        avx2::store16(out + j, low, high);
+      }
+      for (; j < cols; j += 8) {
         const index_t lanes = cols - j;
         const __m256 factor =
             to.col_scale == nullptr ? scale : _mm256_mul_ps(scale, avx2::load8(to.col_scale + j, lanes));

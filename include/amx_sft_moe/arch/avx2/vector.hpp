@@ -47,13 +47,16 @@ AMX_SFT_MOE_INLINE AMX_SFT_MOE_TARGET_AVX2 __m256 load8(const bf16* p, index_t n
 }
 
 // Nearest even, as to_bf16(): a NaN stays a quiet NaN, denormals survive.
-AMX_SFT_MOE_INLINE AMX_SFT_MOE_TARGET_AVX2 __m128i round_bf16(__m256 value) {
+AMX_SFT_MOE_INLINE AMX_SFT_MOE_TARGET_AVX2 __m256i round_bf16_lanes(__m256 value) {
   const __m256i bits = _mm256_castps_si256(value);
   const __m256i odd = _mm256_and_si256(_mm256_srli_epi32(bits, 16), _mm256_set1_epi32(1));
   const __m256i rounded = _mm256_add_epi32(_mm256_add_epi32(bits, _mm256_set1_epi32(0x7fff)), odd);
   const __m256i quiet = _mm256_or_si256(bits, _mm256_set1_epi32(0x400000));
   const __m256i is_nan = _mm256_castps_si256(_mm256_cmp_ps(value, value, _CMP_UNORD_Q));
-  const __m256i high = _mm256_srli_epi32(_mm256_blendv_epi8(rounded, quiet, is_nan), 16);
+  return _mm256_srli_epi32(_mm256_blendv_epi8(rounded, quiet, is_nan), 16);
+}
+AMX_SFT_MOE_INLINE AMX_SFT_MOE_TARGET_AVX2 __m128i round_bf16(__m256 value) {
+  const __m256i high = round_bf16_lanes(value);
   return _mm_packus_epi32(_mm256_castsi256_si128(high), _mm256_extracti128_si256(high, 1));
 }
 
@@ -74,6 +77,15 @@ AMX_SFT_MOE_INLINE AMX_SFT_MOE_TARGET_AVX2 void store8(bf16* p, index_t n, __m25
   alignas(16) bf16 tail[kLanes];
   _mm_store_si128(reinterpret_cast<__m128i*>(tail), round_bf16(value));
   for (index_t i = 0; i < n; ++i) p[i] = tail[i];
+}
+
+AMX_SFT_MOE_INLINE AMX_SFT_MOE_TARGET_AVX2 void store16(float* p, __m256 low, __m256 high) {
+  _mm256_storeu_ps(p, low);
+  _mm256_storeu_ps(p + kLanes, high);
+}
+AMX_SFT_MOE_INLINE AMX_SFT_MOE_TARGET_AVX2 void store16(bf16* p, __m256 low, __m256 high) {
+  const __m256i both = _mm256_packus_epi32(round_bf16_lanes(low), round_bf16_lanes(high));
+  _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), _mm256_permute4x64_epi64(both, 0xd8));
 }
 
 AMX_SFT_MOE_INLINE AMX_SFT_MOE_TARGET_AVX2 float sum_lanes(__m256 value) {
