@@ -8,7 +8,8 @@ using namespace amx_sft_moe;
 
 int main() {
   constexpr index_t kTokens = 64, kExperts = 8, kTopK = 2, kHidden = 256, kIntermediate = 512, kRank = 8;
-  const std::vector<bf16> gate(kExperts * kIntermediate * kHidden, to_bf16(0.01F)), up = gate, down = gate;
+  const std::vector<bf16> gate(kExperts * kIntermediate * kHidden, to_bf16(0.01F));
+  const std::vector<bf16> up(gate.size(), to_bf16(0.01F)), down(gate.size(), to_bf16(0.01F));
   const std::vector<float> a(kExperts * kRank * kHidden, 0.02F), b(kExperts * kIntermediate * kRank, 0.01F);
   const std::vector<float> x(kTokens * kHidden, 1.0F), grad_y(kTokens * kHidden, 0.1F);
   std::vector<float> y(x.size()), grad_x(x.size()), grad_a(a.size()), grad_b(b.size());

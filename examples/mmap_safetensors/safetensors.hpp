@@ -71,6 +71,7 @@ inline std::map<std::string, Tensor> parse_header(std::string_view json, std::ui
   reader.end();
 
   std::vector<const std::pair<const std::string, Tensor>*> by_place;
+  by_place.reserve(tensors.size());
   for (const auto& entry : tensors) by_place.push_back(&entry);
   std::sort(by_place.begin(), by_place.end(), [](const auto* a, const auto* b) {
     return std::pair(a->second.begin, a->second.end) < std::pair(b->second.begin, b->second.end);

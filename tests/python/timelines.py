@@ -353,3 +353,14 @@ NVTX = [
     ("x", 700, 59, "bad", global_tid(40, 41), None, 0),
 ]
 STRINGS = {1: "outer", 2: "read", 3: "void gemm<float>(int)", 4: "gemm", 5: "worker"}
+
+
+def walls(read: timeline.Timeline) -> dict[tuple[str, int, str], float]:
+    """Wall ns by kind of step, order of the pass and phase; phases without time left out."""
+    table = read.phases.merge(read.passes, left_on="pass", right_index=True)
+    rows = zip(table["step"], table["index"], table["phase"], table["wall_ns"], strict=True)
+    return {(step, index, phase): ns for step, index, phase, ns in rows if ns > 0}
+
+
+def expected_walls(records: list[dict]) -> dict[tuple[str, int, str], float]:
+    return {(r["step"], r["index"], name): ns for r in records for name, ns in wall_times(r).items()}
