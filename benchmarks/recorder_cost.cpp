@@ -3,7 +3,8 @@
 //
 //   recorder_cost [tokens] [rounds] [threads] [kernel]         default: 8 tokens of qwen3-30b-a3b, 100 rounds
 //
-// `compiled out, again` is the noise: a second operator of the first kind. Dumps are also timed by themselves.
+// Kernels: avx512_bf16, avx2, portable, or auto, the first of them that this CPU has. `compiled out, again` is the noise:
+// a second operator of the first kind. Dumps are also timed by themselves.
 #include "recorder_cost.hpp"
 
 #include <algorithm>

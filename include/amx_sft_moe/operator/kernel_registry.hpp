@@ -48,9 +48,9 @@ class TypedSftMoe final : public AnySftMoe {
   using Stored = typename Kernel::Stored;
   using Weight = typename Kernel::Weight;
 
-  TypedSftMoe(const Config& config, const AnyBaseWeights& weights, const LoraWeights& lora,
+  TypedSftMoe(const Config& config, const BaseWeights<Weight>& weights, const LoraWeights& lora,
               std::shared_ptr<Workspace> workspace)
-      : moe_(config, typed(weights), lora, std::move(workspace)) {}
+      : moe_(config, weights, lora, std::move(workspace)) {}
 
   std::string_view kernel_name() const override { return Kernel::kName; }
   DType weight_dtype() const override { return kDTypeOf<Weight>; }
@@ -176,20 +176,31 @@ std::string resolve_kernel(std::string_view kernel, DType weights) {
                            name_of(weights), " weights on this CPU) or auto, got ", wanted, ": ", why));
 }
 
-// An operator for `kernel` (see resolve_kernel) and the type of `weights`.
+// An operator for `kernel` (see resolve_kernel) and the type of `weights`. Only kernels for that type are compiled.
+template <class List = DefaultKernels, class Weight>
+std::unique_ptr<AnySftMoe> make_sft_moe(std::string_view kernel, const Config& config,
+                                        const BaseWeights<Weight>& weights, const LoraWeights& lora = {},
+                                        std::shared_ptr<Workspace> workspace = nullptr) {
+  const std::string name = resolve_kernel<List>(kernel, kDTypeOf<Weight>);
+  std::unique_ptr<AnySftMoe> made;
+  List::for_each([&]<class Kernel>() {
+    if constexpr (std::is_same_v<typename Kernel::Weight, Weight>) {
+      if (made || Kernel::kName != name || !Kernel::available()) return;
+      made = std::make_unique<registry::TypedSftMoe<Kernel>>(config, weights, lora, workspace);
+    }
+  });
+  return made;
+}
+
+// The same for weights whose type is known at run time.
 template <class List = DefaultKernels>
 std::unique_ptr<AnySftMoe> make_sft_moe(std::string_view kernel, const Config& config,
                                         const AnyBaseWeights& weights, const LoraWeights& lora = {},
                                         std::shared_ptr<Workspace> workspace = nullptr) {
-  const DType dtype = std::holds_alternative<BaseWeights<bf16>>(weights) ? DType::kBf16 : DType::kFp32;
-  const std::string name = resolve_kernel<List>(kernel, dtype);
-  std::unique_ptr<AnySftMoe> made;
-  List::for_each([&]<class Kernel>() {
-    if (made || Kernel::kName != name || kDTypeOf<typename Kernel::Weight> != dtype) return;
-    if (!Kernel::available()) return;
-    made = std::make_unique<registry::TypedSftMoe<Kernel>>(config, weights, lora, workspace);
-  });
-  return made;
+  const auto make = [&](const auto& typed) {
+    return make_sft_moe<List>(kernel, config, typed, lora, std::move(workspace));
+  };
+  return std::visit(make, weights);
 }
 
 AMX_SFT_MOE_NAMESPACE_END
