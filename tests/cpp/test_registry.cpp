@@ -99,11 +99,12 @@ TYPED_TEST(Registry, OperatorByNameGivesTheSameBits) {
   EXPECT_EQ(moe->saved_depth(), 0);
 }
 
-TYPED_TEST(Registry, CallersBuffers) {
+TYPED_TEST(Registry, CallersBuffersAndWeightsTypedAtRunTime) {
   using Stored = typename TypeParam::Stored;
   const Problem problem = random_problem(kCase, kPlain, kWeightDType<TypeParam>);
-  const std::unique_ptr<AnySftMoe> moe = make_sft_moe(
-      TypeParam::kName, problem.config(), problem.base<typename TypeParam::Weight>(), problem.lora());
+  const amx_sft_moe::AnyBaseWeights base = problem.base<typename TypeParam::Weight>();
+  const std::unique_ptr<AnySftMoe> moe = make_sft_moe(TypeParam::kName, problem.config(), base, problem.lora());
+  EXPECT_EQ(moe->weight_dtype(), kWeightDType<TypeParam>);
   const SavedBuffers<Stored> buffers(problem);
   const AnySavedActivations saved{buffers.gate.matrix_view(), buffers.up.matrix_view(),
                                   buffers.u_gate.matrix_view(), buffers.u_up.matrix_view(),
