@@ -38,7 +38,7 @@ using amx_sft_moe::ArgumentError;
 using amx_sft_moe::KernelError;
 
 template <class... Arguments>
-auto make_sft_moe(const Arguments&... arguments) {
+auto make_of_listed(const Arguments&... arguments) {
   return amx_sft_moe::make_sft_moe<ListedKernels>(arguments...);
 }
 std::string resolve_kernel(std::string_view kernel, DType weights) {
@@ -76,7 +76,7 @@ TYPED_TEST_SUITE(Registry, AllKernels, KernelLabels);
 TYPED_TEST(Registry, OperatorByNameGivesTheSameBits) {
   const Problem problem = random_problem(kCase, kPlain, kWeightDType<TypeParam>);
   const Outputs want = step_alone<TypeParam>(problem);
-  const std::unique_ptr<AnySftMoe> moe = make_sft_moe(
+  const std::unique_ptr<AnySftMoe> moe = make_of_listed(
       TypeParam::kName, problem.config(), problem.base<typename TypeParam::Weight>(), problem.lora());
   EXPECT_EQ(moe->kernel_name(), TypeParam::kName);
   EXPECT_EQ(moe->weight_dtype(), kWeightDType<TypeParam>);
@@ -103,7 +103,8 @@ TYPED_TEST(Registry, CallersBuffersAndWeightsTypedAtRunTime) {
   using Stored = typename TypeParam::Stored;
   const Problem problem = random_problem(kCase, kPlain, kWeightDType<TypeParam>);
   const amx_sft_moe::AnyBaseWeights base = problem.base<typename TypeParam::Weight>();
-  const std::unique_ptr<AnySftMoe> moe = make_sft_moe(TypeParam::kName, problem.config(), base, problem.lora());
+  const std::unique_ptr<AnySftMoe> moe =
+      make_of_listed(TypeParam::kName, problem.config(), base, problem.lora());
   EXPECT_EQ(moe->weight_dtype(), kWeightDType<TypeParam>);
   const SavedBuffers<Stored> buffers(problem);
   const AnySavedActivations saved{buffers.gate.matrix_view(), buffers.up.matrix_view(),
@@ -124,7 +125,7 @@ TYPED_TEST(Registry, CallersBuffersAndWeightsTypedAtRunTime) {
 
 TYPED_TEST(Registry, WeightsOfTheOtherTypeAreRefused) {
   const Problem problem = random_problem(kCase, kPlain, kWeightDType<TypeParam>);
-  const std::unique_ptr<AnySftMoe> moe = make_sft_moe(
+  const std::unique_ptr<AnySftMoe> moe = make_of_listed(
       TypeParam::kName, problem.config(), problem.base<typename TypeParam::Weight>(), problem.lora());
   const DType other_type = kWeightDType<TypeParam> == DType::kBf16 ? DType::kFp32 : DType::kBf16;
   const Problem other = random_problem(kCase, kPlain, other_type);
@@ -185,7 +186,7 @@ TEST(RegistryOfKernels, Fp32WeightsAreRefusedByTheKernelsOfBf16) {
     const Complaint complaint{"kernel", "portable", name + ": it does not take fp32 weights"};
     expect_refused<KernelError>([&] { resolve_kernel(name, DType::kFp32); }, complaint);
     expect_refused<KernelError>(
-        [&] { make_sft_moe(name, problem.config(), problem.base<float>(), problem.lora()); }, complaint);
+        [&] { make_of_listed(name, problem.config(), problem.base<float>(), problem.lora()); }, complaint);
     const Variable variable(kVariable, name);
     expect_refused<KernelError>([] { resolve_kernel("auto", DType::kFp32); },
                                 {kVariable, "portable", complaint.got});
