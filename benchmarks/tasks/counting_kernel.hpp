@@ -80,20 +80,20 @@ class CountingMicrokernel : public amx_sft_moe::arch::AmxMicrokernel {
   };
 
   static void block(Session& session, int pattern, const amx_sft_moe::arch::Segments<bf16>& segments,
-                    index_t rows, index_t cols, float* c, index_t c_stride) {
+                    index_t rows, index_t cols, const amx_sft_moe::arch::SumRows& c) {
     using amx_sft_moe::ceil_div;
     const index_t row_tiles = ceil_div(rows, kTile), col_tiles = ceil_div(cols, kTile);
     session.use(shapes_of(pattern, rows, cols, segments.k_tile));
     index_t k_steps = 0;
     for (int s = 0; s < segments.count; ++s) k_steps += ceil_div(segments.at[s].k, segments.k_tile);
     TileCounts& all = counts();
-    all.tilezero += row_tiles * col_tiles;
+    (c.fresh ? all.tilezero : all.tileloadd) += row_tiles * col_tiles;
     all.tilestored += row_tiles * col_tiles;
     all.tdpbf16ps += row_tiles * col_tiles * k_steps;
     all.tileloadd += (row_tiles + col_tiles) * k_steps;
     all.blocks += 1;
     all.steps[static_cast<std::size_t>(row_tiles * col_tiles - 1)] += k_steps;
-    for (index_t i = 0; i < rows; ++i) std::fill_n(c + i * c_stride, cols, 0.5F);
+    for (index_t i = 0; i < rows; ++i) std::fill_n(c.from(i, 0).data, cols, 0.5F);
   }
 
  private:

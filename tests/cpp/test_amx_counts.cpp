@@ -1,7 +1,8 @@
 // How many AMX instructions each GEMM form executes, counted by the emulator. Counts follow from M, N, K alone:
 //   products         ceil(M/16) ceil(N/16) ceil(K/32) for each term
-//   loads            one per product in blocks of 2 x 2 tiles, 7/6 in strips of six, (t + 1) / t in shorter ones; no
-//                    accumulator is ever loaded, each is stored once
+//   loads            gemm_nn and gemm_tn: one per product in blocks of 2 x 2 tiles, 7/6 in strips of six, (t + 1) / t in
+//                    shorter ones; gemm_nt: weights once per six tiles of tokens, as memory is what it waits for
+//   accumulators     each stored once and never loaded, but where gemm_nn packs B in parts: once a part
 //   configurations   at most one per block shape, none inside the loop over K, none for the same shape again
 // and tiles are fitted to the tokens: columns of B and C in gemm_nt, rows of A and C in gemm_nn, K in gemm_tn.
 #include <gtest/gtest.h>
@@ -47,6 +48,12 @@ std::uint64_t loads_of_step(index_t m, index_t n) {
   };
   const std::uint64_t corner = m == rows || n == cols ? 0 : tiles(m - rows) + tiles(n - cols);
   return tiles(rows) / 2 * (tiles(cols) / 2) * 4 + beside(rows, n - cols) + beside(cols, m - rows) + corner;
+}
+
+// The same where A is streamed: a tile of it is loaded once per six tiles of B; with one tile of B, two of A meet it.
+std::uint64_t streamed_loads_of_step(index_t m, index_t n) {
+  if (n <= 16) return tiles(m) + (tiles(m) + 1) / 2;
+  return tiles(m) * (tiles(n) + (tiles(n) + 5) / 6);
 }
 
 // Rectangles of different blocks that C [m, n] is cut into.
@@ -117,16 +124,20 @@ class AmxCounts : public testing::TestWithParam<index_t> {
       GTEST_SKIP() << "this CPU executes AMX itself: nothing is trapped, nothing can be counted";
     if (!Kernel::available()) GTEST_SKIP() << Kernel::refusal();  // AVX512 is not emulated
   }
-  // What holds for every GEMM of M x N with `k_steps` steps along K.
-  static void expect_economy(const amx_emulator::Counts& counts, index_t m, index_t n, std::uint64_t k_steps) {
-    const std::uint64_t products = tiles(m) * tiles(n) * k_steps;
-    EXPECT_EQ(counts.tdpbf16ps, products);
+  // What holds for every GEMM of M x N with `k_steps` steps along K, in one part.
+  static void expect_products(const amx_emulator::Counts& counts, index_t m, index_t n, std::uint64_t k_steps) {
+    EXPECT_EQ(counts.tdpbf16ps, tiles(m) * tiles(n) * k_steps);
     EXPECT_EQ(counts.tilezero, tiles(m) * tiles(n)) << "accumulators start at zero, none is loaded";
     EXPECT_EQ(counts.tilestored, tiles(m) * tiles(n)) << "and are stored once";
-    EXPECT_EQ(counts.tileloadd + counts.tileloaddt1, loads_of_step(m, n) * k_steps);
     EXPECT_GE(counts.ldtilecfg, 1U);
     EXPECT_LE(counts.ldtilecfg, block_shapes(m, n)) << "one configuration per block shape";
     EXPECT_EQ(counts.tilerelease, 1U);
+  }
+  // And where A and B come from a cache.
+  static void expect_economy(const amx_emulator::Counts& counts, index_t m, index_t n, std::uint64_t k_steps) {
+    expect_products(counts, m, n, k_steps);
+    const std::uint64_t products = tiles(m) * tiles(n) * k_steps;
+    EXPECT_EQ(counts.tileloadd + counts.tileloaddt1, loads_of_step(m, n) * k_steps);
     const auto loads = static_cast<double>(counts.tileloadd + counts.tileloaddt1);
     const double ratio = loads / static_cast<double>(products);
     if (m % 32 == 0 && n % 32 == 0) {
@@ -161,10 +172,12 @@ TEST_P(AmxCounts, GemmNt) {
     counted.run([&](auto& thread) {
       gemm::gemm_nt<Kernel>(thread, out, m, m, outputs, [&](const auto& blocks) { counted.take(blocks[0]); });
     });
-    expect_economy(counted.counts, out, m, steps(k) + steps(rank));
-    if (out % 32 == 0) {  // tmm7 is B's last tile, tmm1 an accumulator beside it
-      EXPECT_EQ(counted.last_config.row_bytes[7], 4 * in_last_tile(m));
-      EXPECT_EQ(counted.last_config.row_bytes[1], 4 * in_last_tile(m));
+    expect_products(counted.counts, out, m, steps(k) + steps(rank));
+    EXPECT_EQ(counted.counts.tileloadd + counted.counts.tileloaddt1,
+              streamed_loads_of_step(out, m) * (steps(k) + steps(rank)));
+    if (m <= 16) {  // tmm6 is B's tile, tmm0 an accumulator
+      EXPECT_EQ(counted.last_config.row_bytes[6], 4 * m);
+      EXPECT_EQ(counted.last_config.row_bytes[0], 4 * m);
     }
     for (index_t i = 0; i < out; ++i) {
       for (index_t t = 0; t < m; ++t) {
@@ -190,6 +203,34 @@ TEST_P(AmxCounts, GemmNn) {
   const bool strip = m % 32 > 0 && m % 32 <= 16;
   EXPECT_EQ(counted.last_config.rows[strip ? 6 : 5], in_last_tile(m)) << "rows of A's last tile";
   EXPECT_EQ(counted.last_config.rows[strip ? 0 : 2], in_last_tile(m)) << "rows of its accumulator";
+  for (index_t i = 0; i < m; ++i) {
+    for (index_t j = 0; j < n; ++j) {
+      float want = 0;
+      for (index_t p = 0; p < k; ++p) want += grad.at(i, p) * w.at(p, j);
+      for (index_t p = 0; p < rank; ++p) want += v.at(i, p) * a.at(p, j);
+      ASSERT_EQ(counted.at(i, j), want) << i << ", " << j;
+    }
+  }
+}
+
+// A contraction whose B is packed in parts: accumulators are stored and loaded between them, and nothing else is more.
+TEST_P(AmxCounts, GemmNnInParts) {
+  const index_t m = GetParam();
+  const index_t n = 32, rank = 16;
+  const index_t fit = arch::kPackedBytes / (n * index_t{sizeof(bf16)});  // steps along K of a part at most
+  const index_t k = fit + 40;
+  ASSERT_LT(gemm::panel_depth<Kernel>(k + rank, n), k) << "two parts";
+  const Matrix grad(m, k), w(k, n), v(m, rank), a(rank, n);
+  const std::array<gemm::NnTerm, 2> terms{{{grad.source(), w.source(), k}, {v.source(), a.source(), rank}}};
+  Counted counted(m, n);
+  counted.run([&](auto& thread) {
+    gemm::gemm_nn<Kernel>(thread, m, n, terms, [&](const gemm::Block& block) { counted.take(block); });
+  });
+  const std::uint64_t c_tiles = tiles(m) * tiles(n), k_steps = steps(k) + steps(rank);
+  EXPECT_EQ(counted.counts.tdpbf16ps, c_tiles * k_steps);
+  EXPECT_EQ(counted.counts.tilezero, c_tiles);
+  EXPECT_EQ(counted.counts.tilestored, 2 * c_tiles);
+  EXPECT_EQ(counted.counts.tileloadd + counted.counts.tileloaddt1, loads_of_step(m, n) * k_steps + c_tiles);
   for (index_t i = 0; i < m; ++i) {
     for (index_t j = 0; j < n; ++j) {
       float want = 0;

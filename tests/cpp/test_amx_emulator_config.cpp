@@ -175,6 +175,7 @@ TEST_P(AmxBadConfig, IsAGeneralProtectionFault) {
   EXPECT_EQ(caught.signo, SIGSEGV);
   EXPECT_EQ(caught.code, SI_KERNEL);
   EXPECT_EQ(caught.address, nullptr);
+  if (!emulated()) return;  // the handler that jumped out left fresh tile state
   EXPECT_EQ(stored_config(), bytes_of(before)) << "a refused configuration must change nothing";
 }
 

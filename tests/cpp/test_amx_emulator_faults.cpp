@@ -25,6 +25,8 @@ const Instruction kOnTile0[] = {
     {"TILESTORED", [] { tile_asm::tilestored<0>(g_memory, 64); }},
 };
 
+const Instruction kClear[] = {kOnTile0[0]};
+
 const Instruction kMoves[] = {kOnTile0[1], kOnTile0[2], kOnTile0[3]};
 
 const Instruction kProducts[] = {
@@ -67,7 +69,7 @@ TEST_F(AmxFaults, TileNotInUse) {
 TEST_F(AmxFaults, ColumnBytesThatAreNoMultipleOfFour) {
   for (const int colsb : {1, 2, 3, 5, 62, 63}) {
     expect(SIGILL, TileConfig().all(16, colsb), kMoves);
-    EXPECT_EQ(signal_of(&tile_asm::tilezero<0>), 0);
+    expect(0, TileConfig().all(16, colsb), kClear);
   }
   expect(SIGILL, TileConfig().tile(0, 4, 7).tile(1, 4, 16).tile(2, 4, 7), kProducts);
   expect(SIGILL, TileConfig().tile(0, 4, 16).tile(1, 4, 18).tile(2, 4, 16), kProducts);
@@ -95,15 +97,18 @@ void encoded_product() {
 
 template <int kDest, int kSrc1, int kSrc2>
 std::vector<int> signals_of_products() {
-  return {signal_of(&encoded_product<2, 0x5C, kDest, kSrc1, kSrc2>),
-          signal_of(&encoded_product<3, 0x5E, kDest, kSrc1, kSrc2>),
-          signal_of(&encoded_product<2, 0x5E, kDest, kSrc1, kSrc2>),
-          signal_of(&encoded_product<1, 0x5E, kDest, kSrc1, kSrc2>),
-          signal_of(&encoded_product<0, 0x5E, kDest, kSrc1, kSrc2>)};
+  const auto signal_of_configured = [](void (*execute)()) {
+    TileConfig().all(16, 64).load();
+    return signal_of(execute);
+  };
+  return {signal_of_configured(&encoded_product<2, 0x5C, kDest, kSrc1, kSrc2>),
+          signal_of_configured(&encoded_product<3, 0x5E, kDest, kSrc1, kSrc2>),
+          signal_of_configured(&encoded_product<2, 0x5E, kDest, kSrc1, kSrc2>),
+          signal_of_configured(&encoded_product<1, 0x5E, kDest, kSrc1, kSrc2>),
+          signal_of_configured(&encoded_product<0, 0x5E, kDest, kSrc1, kSrc2>)};
 }
 
 TEST_F(AmxFaults, TilesOfAProductMustDiffer) {
-  TileConfig().all(16, 64).load();
   const std::vector<int> faults(5, SIGILL);
   EXPECT_EQ((signals_of_products<3, 3, 4>()), faults);
   EXPECT_EQ((signals_of_products<3, 4, 3>()), faults);
@@ -124,15 +129,18 @@ TEST_F(AmxFaults, StartRowBeyondTheTile) {
 
 // Checks come before memory: no access may happen on the way to SIGILL.
 TEST_F(AmxFaults, OperandsAreCheckedBeforeMemory) {
-  TileConfig().tile(1, 1, 4).load();
-  EXPECT_EQ(signal_of([] { tile_asm::tileloadd<0>(nullptr, 64); }), SIGILL);
-  EXPECT_EQ(signal_of([] { tile_asm::tilestored<0>(nullptr, 64); }), SIGILL);
-  EXPECT_EQ(signal_of([] { tile_asm::tileloadd<1>(nullptr, 64); }), SIGSEGV);
-  EXPECT_EQ(signal_of([] { tile_asm::tilestored<1>(nullptr, 64); }), SIGSEGV);
+  const TileConfig only_tile1 = TileConfig().tile(1, 1, 4);
+  const Instruction unconfigured[] = {{"TILELOADD", [] { tile_asm::tileloadd<0>(nullptr, 64); }},
+                                      {"TILESTORED", [] { tile_asm::tilestored<0>(nullptr, 64); }}};
+  const Instruction configured[] = {{"TILELOADD", [] { tile_asm::tileloadd<1>(nullptr, 64); }},
+                                    {"TILESTORED", [] { tile_asm::tilestored<1>(nullptr, 64); }}};
+  expect(SIGILL, only_tile1, unconfigured);
+  expect(SIGSEGV, only_tile1, configured);
 }
 
 // A faulting product leaves C as it is.
 TEST_F(AmxFaults, FaultChangesNoTile) {
+  if (!emulated()) GTEST_SKIP() << "natively nothing is left behind a jump out of the handler";
   std::memset(g_memory, 0x3C, sizeof g_memory);
   TileConfig().all(16, 64).tile(2, 15, 64).load();
   tile_asm::tileloadd<0>(g_memory, 64);

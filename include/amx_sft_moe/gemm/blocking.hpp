@@ -73,7 +73,7 @@ struct Blocking {
   // packed, stays in L2 while k steps of it are used; or of strips, which are used at once, what of C does.
   template <class Kernel>
   index_t cols_for(index_t k, index_t rows, index_t cols, index_t experts, int threads) const {
-    if constexpr (!MultipliesStrips<Kernel>) return resident_cols<Kernel>(k);
+    if constexpr (!MultipliesStrips<Kernel> && !AddsToC<Kernel>) return resident_cols<Kernel>(k);
     constexpr index_t kFloat = sizeof(float);
     const auto fits = [&](index_t wide) {
       return rows * wide * kFloat <= panel_bytes &&

@@ -1,12 +1,13 @@
 // The loop nest that all three GEMM forms of kernels of tiles share, on one thread:
 //
-//   for each class of the kernel's block plan                  (at most four, one block shape each)
+//   for each class of a block plan of the kernel's              (at most four, one block shape each)
 //     for each group of rows                                   stage what of A cannot be used where it lies
 //       for each group of columns
 //         microkernel over all of K, base product and LoRA in the same accumulators (arch/*/microkernel.hpp)
 //         epilogue: the caller's                                                           (while C is in L1)
 //
-// K is never split between accumulators and memory, so a result depends neither on block sizes nor on threads.
+// Where K is split, C is the accumulators' own fp32, loaded and gone on with: a result depends neither on block sizes nor
+// on threads.
 #pragma once
 
 #include <algorithm>
@@ -103,21 +104,25 @@ arch::Segments<E> at_column(const arch::Segments<E>& segments, index_t col) {
   return moved;
 }
 
-// C_o [M, N] = sum of the terms of output o, for all outputs block by block; epilogue(std::array<Block,
-// Outputs>). k_tile divides the staged K (the kernel's K unit, or what gemm_tn fitted to its tokens).
+// C_o [M, N] = sum of the terms of output o, for all outputs block by block of the plan; epilogue(std::array<Block,
+// Outputs>). k_tile divides the staged K (the kernel's K unit, or what gemm_tn fitted to its tokens). A single output
+// may be made in `sums` [M, N], and added to what is there; else each block is made where the one before it was, in L1.
 template <class Kernel, std::size_t Outputs, class Epilogue>
-void for_each_block(typename Kernel::Session& session, Scratch& scratch, index_t rows, index_t cols,
+void for_each_block(typename Kernel::Session& session, Scratch& scratch, const arch::BlockPlan& plan,
                     index_t k_tile,
                     const std::array<std::span<const Term<typename Kernel::Compute>>, Outputs>& outputs,
-                    Epilogue&& epilogue) {
+                    Epilogue&& epilogue, const arch::SumRows& sums = {}) {
   using Micro = typename Kernel::Microkernel;
   using E = typename Kernel::Compute;
   constexpr index_t kBlockFloats = Micro::kMaxRows * Micro::kMaxCols;
-  float* c = scratch.c_blocks.as<float>(kBlockFloats * static_cast<index_t>(Outputs));
+  float* c = sums.data == nullptr ? scratch.c_blocks.as<float>(kBlockFloats * index_t{Outputs}) : nullptr;
+  const auto c_of = [&](std::size_t output, index_t row, index_t col, index_t wide) -> arch::SumRows {
+    if (sums.data != nullptr) return sums.from(row, col);
+    return {c + static_cast<index_t>(output) * kBlockFloats, round_up(wide, arch::kPanelCols), true};
+  };
   RowGroup<Kernel> group(scratch, k_tile);
   group.reserve(outputs, Micro::kMaxRows);
 
-  const arch::BlockPlan plan = Micro::plan(rows, cols);
   for (int p = 0; p < plan.count; ++p) {
     const arch::BlockClass& shape = plan.classes[p];
     for (index_t row = shape.row_begin; row < shape.row_end; row += shape.row_step) {
@@ -130,11 +135,11 @@ void for_each_block(typename Kernel::Session& session, Scratch& scratch, index_t
       }
       for (index_t col = shape.col_begin; col < shape.col_end; col += shape.col_step) {
         const index_t wide = std::min(shape.col_step, shape.col_end - col);
-        const index_t stride = round_up(wide, arch::kPanelCols);
         std::array<Block, Outputs> blocks;
         for (std::size_t o = 0; o < Outputs; ++o) {
-          blocks[o] = {row, here, col, wide, c + static_cast<index_t>(o) * kBlockFloats, stride};
-          Micro::block(session, shape.pattern, at_column(segments[o], col), here, wide, blocks[o].c, stride);
+          const arch::SumRows to = c_of(o, row, col, wide);
+          blocks[o] = {row, here, col, wide, to.data, to.stride};
+          Micro::block(session, shape.pattern, at_column(segments[o], col), here, wide, to);
         }
         epilogue(blocks);
       }

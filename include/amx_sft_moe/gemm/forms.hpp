@@ -63,6 +63,13 @@ void sum_terms(std::span<const T> terms, index_t rows, arch::SumRows c, Add&& ad
   if (c.fresh) std::fill_n(c.data, rows * c.stride, 0.0F);
 }
 
+// The plan for a product whose A is read once, from memory.
+template <class Micro>
+arch::BlockPlan streamed_plan(index_t rows, index_t cols) {
+  if constexpr (requires { Micro::streamed_plan(rows, cols); }) return Micro::streamed_plan(rows, cols);
+  return Micro::plan(rows, cols);
+}
+
 // The result [tokens, out] = sum over the terms of X [tokens, k] x W^T, W [out, k], for one or two sets of weights
 // (gate and up) over the same tokens; epilogue(std::array<TokenBlock, Outputs>). all_tokens:
 // of the expert of which these are some, see multiply_columns().
@@ -85,8 +92,9 @@ void gemm_nt(ThreadContext<Kernel>& thread, index_t out, index_t tokens, index_t
     }
     epilogue(results);
   } else {
-    for_each_block<Kernel>(thread.session, thread.scratch, out, tokens, Kernel::Microkernel::kKUnit, outputs,
-                           [&](const std::array<Block, Outputs>& blocks) {
+    using Micro = typename Kernel::Microkernel;
+    for_each_block<Kernel>(thread.session, thread.scratch, streamed_plan<Micro>(out, tokens), Micro::kKUnit,
+                           outputs, [&](const std::array<Block, Outputs>& blocks) {
                              for (std::size_t o = 0; o < Outputs; ++o) {
                                const Block& block = blocks[o];
                                results[o] = {block.row, block.rows,   block.col, block.cols,
@@ -116,6 +124,86 @@ Block product_of_strips(ThreadContext<Kernel>& thread, index_t rows, index_t col
   return {0, rows, 0, cols, c, stride};
 }
 
+// Steps along K of B, `all` of them [all, cols], that are packed together: equal parts that stay in L2.
+template <class Kernel>
+index_t panel_depth(index_t all, index_t cols) {
+  if constexpr (!AddsToC<Kernel>) return all;
+  const index_t row_bytes = round_up(cols, arch::kPanelCols) * index_t{sizeof(typename Kernel::Compute)};
+  const index_t fit = std::max(arch::kPackedBytes / row_bytes, arch::kLeastPackedDepth);
+  const index_t parts = std::max<index_t>(ceil_div(all, fit), 1);
+  return padded_k<Kernel>(ceil_div(all, parts));
+}
+
+// Panels of pieces of terms as long as they are multiplied together.
+template <class Kernel, std::size_t Terms>
+class PackedTerms {
+  using E = typename Kernel::Compute;
+  static constexpr index_t kUnit = Kernel::Microkernel::kKUnit;
+
+ public:
+  PackedTerms(Scratch& scratch, index_t depth, index_t cols)
+      : wide_(round_up(cols, arch::kPanelCols)), to_(scratch.b_panels.as<E>(depth * wide_)), cols_(cols) {}
+
+  index_t depth() const { return depth_; }
+  std::span<const Term<E>> terms() const { return {terms_.data(), count_}; }
+
+  // Rows [first, first + k) of term's B, and the columns of A that go with them.
+  void add(const NnTerm& term, index_t first, index_t k) {
+    terms_[count_++] = {term.a.from(0, first), k,
+                        pack_rows<Kernel>(term.b.from(first, 0), k, kUnit, cols_, to_ + depth_ * wide_)};
+    depth_ += round_up(k, kUnit);
+  }
+  void clear() {
+    count_ = 0;
+    depth_ = 0;
+  }
+
+ private:
+  std::array<Term<E>, Terms> terms_;
+  std::size_t count_ = 0;
+  index_t depth_ = 0;  // along K, of all terms
+  index_t wide_;
+  E* to_;
+  index_t cols_;
+};
+
+// C [rows, cols] = sum over the terms, their B packed as deep as it stays in L2. Where that is not all at once, C passes
+// through the scratch.
+template <class Kernel, std::size_t Terms, class Epilogue>
+void product_of_panels(ThreadContext<Kernel>& thread, index_t rows, index_t cols,
+                       const std::array<NnTerm, Terms>& terms, Epilogue&& epilogue) {
+  using E = typename Kernel::Compute;
+  using Micro = typename Kernel::Microkernel;
+  index_t all = 0;
+  for (const NnTerm& term : terms) all += padded_k<Kernel>(term.k);
+  const index_t depth = panel_depth<Kernel>(all, cols);
+  arch::SumRows sums{};
+  if (depth < all) {
+    const index_t stride = strips_stride(cols);
+    sums = {thread.scratch.c_blocks.template as<float>(rows * stride), stride, true};
+  }
+  PackedTerms<Kernel, Terms> packed(thread.scratch, depth, cols);
+  const auto multiply = [&](auto&& done) {
+    const std::array<std::span<const Term<E>>, 1> outputs{packed.terms()};
+    for_each_block<Kernel>(
+        thread.session, thread.scratch, Micro::plan(rows, cols), Micro::kKUnit, outputs,
+        [&](const std::array<Block, 1>& blocks) { done(blocks[0]); }, sums);
+  };
+  for (const NnTerm& term : terms) {
+    for (index_t k = 0; k < term.k;) {
+      if (packed.depth() == depth) {
+        multiply([](const Block&) {});
+        sums.fresh = false;
+        packed.clear();
+      }
+      const index_t here = std::min(depth - packed.depth(), term.k - k);
+      packed.add(term, k, here);
+      k += here;
+    }
+  }
+  multiply(epilogue);
+}
+
 // C [rows, cols] = sum over the terms.
 template <class Kernel, std::size_t Terms, class Epilogue>
 void gemm_nn(ThreadContext<Kernel>& thread, index_t rows, index_t cols, const std::array<NnTerm, Terms>& terms,
@@ -123,20 +211,7 @@ void gemm_nn(ThreadContext<Kernel>& thread, index_t rows, index_t cols, const st
   if constexpr (MultipliesStrips<Kernel>) {
     epilogue(product_of_strips(thread, rows, cols, terms));
   } else {
-    using E = typename Kernel::Compute;
-    constexpr index_t kUnit = Kernel::Microkernel::kKUnit;
-    const index_t wide = round_up(cols, arch::kPanelCols);
-    index_t k = 0;
-    for (const NnTerm& term : terms) k += padded_k<Kernel>(term.k);
-    E* free = thread.scratch.b_panels.template as<E>(k * wide);
-    std::array<Term<E>, Terms> packed;
-    for (std::size_t t = 0; t < Terms; ++t) {
-      packed[t] = {terms[t].a, terms[t].k, pack_rows<Kernel>(terms[t].b, terms[t].k, kUnit, cols, free)};
-      free += padded_k<Kernel>(terms[t].k) * wide;
-    }
-    const std::array<std::span<const Term<E>>, 1> outputs{{packed}};
-    for_each_block<Kernel>(thread.session, thread.scratch, rows, cols, kUnit, outputs,
-                           [&](const std::array<Block, 1>& blocks) { epilogue(blocks[0]); });
+    product_of_panels(thread, rows, cols, terms, epilogue);
   }
 }
 
@@ -190,8 +265,8 @@ void gemm_tn(ThreadContext<Kernel>& thread, index_t rows, const std::array<Facto
     std::array<Term<E>, Factors> terms;
     for (std::size_t f = 0; f < Factors; ++f) terms[f] = {transposed[f], padded, b.panels};
     const std::array<std::span<const Term<E>>, 1> outputs{{terms}};
-    for_each_block<Kernel>(thread.session, thread.scratch, rows, b.cols, b.k_tile, outputs,
-                           [&](const std::array<Block, 1>& blocks) { epilogue(blocks[0]); });
+    for_each_block<Kernel>(thread.session, thread.scratch, Kernel::Microkernel::plan(rows, b.cols), b.k_tile,
+                           outputs, [&](const std::array<Block, 1>& blocks) { epilogue(blocks[0]); });
   }
 }
 

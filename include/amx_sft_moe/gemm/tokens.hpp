@@ -18,6 +18,10 @@ concept MultipliesStrips = requires { Kernel::Microkernel::kStrips; };
 template <class Kernel>
 concept MultipliesInPlace = requires { Kernel::Microkernel::kInPlaceTokens; };
 
+// A kernel of tiles whose products can be added to C: K is split where B, packed, would not stay in L2.
+template <class Kernel>
+concept AddsToC = requires { Kernel::Microkernel::kAddsToC; };
+
 template <class Kernel>
 constexpr index_t padded_k(index_t k) {
   return round_up(k, Kernel::Microkernel::kKUnit);

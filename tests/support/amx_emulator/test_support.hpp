@@ -67,6 +67,8 @@ class AmxTest : public testing::Test {
     if (usable_) tile_asm::tilerelease();
     amx_emulator::uninstall();
   }
+  // Natively Linux gives a handler fresh tile state, and one that jumps out leaves it so; the emulator's tiles are what
+  // the faulting instruction left.
   bool emulated() const { return emulated_; }
 
  private:

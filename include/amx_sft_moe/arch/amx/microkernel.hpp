@@ -5,8 +5,9 @@
 //     6 x 1      tmm0-5         tmm6    tmm7    7/6    B stays, A passes by
 //     1 x 6      tmm0-5         tmm6    tmm7    7/6    A stays, B passes by
 //
-// Accumulators are loaded never and stored once. A tile configuration depends on a block's shape only and is
-// loaded when it differs from the thread's last one; plan() orders blocks by shape, so that is once per shape.
+// Accumulators are loaded where C is added to, else never, and stored once. A tile configuration depends on a block's
+// shape only and is loaded when it differs from the thread's last one; plans order blocks by shape, so that is once per
+// shape.
 #pragma once
 
 #include <array>
@@ -22,6 +23,7 @@ namespace arch {
 struct AmxMicrokernel {
   using Element = bf16;
   static constexpr index_t kKUnit = 32;
+  static constexpr bool kAddsToC = true;
   static constexpr int kStrip = 6;
   static constexpr index_t kMaxRows = kStrip * amx::kTileRows;
   static constexpr index_t kMaxCols = kStrip * kPanelCols;
@@ -66,21 +68,35 @@ struct AmxMicrokernel {
     return plan;
   }
 
+  // The plan where A comes from memory and B from L2, gemm_nt: each tile of A is met by as many tiles of B as there are
+  // accumulators, and by 16 or 32 rows at a time, which hardware prefetchers can follow; of 96 they lose track
+  // (benchmarks/LOG.md, "AMX, natively"). Tiles of a row have one width: the last one may multiply zeros of its panel.
+  static constexpr BlockPlan streamed_plan(index_t rows, index_t cols) {
+    BlockPlan plan;
+    if (cols <= kPanelCols) {
+      plan.add({0, rows, 2 * kPanelCols, 0, cols, kPanelCols, kSquare});
+    } else {
+      const index_t parts = ceil_div(cols, kMaxCols);
+      plan.add({0, rows, kPanelCols, 0, cols, round_up(ceil_div(cols, parts), kPanelCols), kRow});
+    }
+    return plan;
+  }
+
   // gemm_tn contracts over tokens, often fewer than a tile's 32: equal steps of an even length instead of
   // padding.
   static constexpr index_t fitted_k_tile(index_t k) { return round_up(ceil_div(k, ceil_div(k, kKUnit)), 2); }
 
-  // C [rows, cols], in rows c_stride apart, = the sum of the segments; one block of the plan.
+  // C [rows, cols] += the sum of the segments, or = it where C is fresh; one block of the plan.
   static void block(Session& session, int pattern, const Segments<bf16>& segments, index_t rows, index_t cols,
-                    float* c, index_t c_stride) {
+                    const SumRows& c) {
     session.use(config_for(pattern, rows, cols, segments.k_tile));
     constexpr index_t kTile = amx::kTileRows;
     if (pattern == kSquare) {
-      kSquares[rows > kTile ? 1 : 0][cols > kTile ? 1 : 0](segments, c, c_stride);
+      kSquares[rows > kTile ? 1 : 0][cols > kTile ? 1 : 0](segments, c);
     } else if (pattern == kColumn) {
-      kColumns[static_cast<std::size_t>(ceil_div(rows, kTile) - 1)](segments, c, c_stride);
+      kColumns[static_cast<std::size_t>(ceil_div(rows, kTile) - 1)](segments, c);
     } else {
-      kRowStrips[static_cast<std::size_t>(ceil_div(cols, kTile) - 1)](segments, c, c_stride);
+      kRowStrips[static_cast<std::size_t>(ceil_div(cols, kTile) - 1)](segments, c);
     }
   }
 
@@ -126,14 +142,30 @@ struct AmxMicrokernel {
 
   static constexpr index_t kLine = 64;  // bytes between a panel's steps
 
+  // An accumulator's way from and to C at (row, col).
+  template <int Tile>
+  AMX_SFT_MOE_INLINE static void begin(const SumRows& c, index_t row, index_t col) {
+    if (c.fresh) {
+      amx::zero<Tile>();
+    } else {
+      amx::load<Tile>(c.from(row, col).data, c.stride * 4);
+    }
+  }
+  template <int Tile>
+  AMX_SFT_MOE_INLINE static void end(const SumRows& c, index_t row, index_t col) {
+    amx::store<Tile>(c.from(row, col).data, c.stride * 4);
+  }
+
   template <int RowTiles, int ColTiles>
-  static void square(const Segments<bf16>& segments, float* c, index_t c_stride) {
+  static void square(const Segments<bf16>& segments, const SumRows& c) {
     auto each = []<int... I>(std::integer_sequence<int, I...>, auto f) {
       (f(std::integral_constant<int, I>{}), ...);
     };
     constexpr auto kRowIds = std::make_integer_sequence<int, RowTiles>{};
     constexpr auto kColIds = std::make_integer_sequence<int, ColTiles>{};
-    each(kRowIds, [&](auto i) { each(kColIds, [&](auto j) { amx::zero<2 * i() + j()>(); }); });
+    each(kRowIds, [&](auto i) {
+      each(kColIds, [&](auto j) { begin<2 * i() + j()>(c, i() * amx::kTileRows, j() * kPanelCols); });
+    });
     for_each_step(segments, [&](const Segment<bf16>& segment, const bf16* a, const bf16* b) {
       each(kColIds, [&](auto j) { amx::load<6 + j()>(b + j() * segment.panel_stride, kLine); });
       each(kRowIds, [&](auto i) {
@@ -142,19 +174,17 @@ struct AmxMicrokernel {
       });
     });
     each(kRowIds, [&](auto i) {
-      each(kColIds, [&](auto j) {
-        amx::store<2 * i() + j()>(c + i() * amx::kTileRows * c_stride + j() * kPanelCols, c_stride * 4);
-      });
+      each(kColIds, [&](auto j) { end<2 * i() + j()>(c, i() * amx::kTileRows, j() * kPanelCols); });
     });
   }
 
   template <int RowTiles>
-  static void column(const Segments<bf16>& segments, float* c, index_t c_stride) {
+  static void column(const Segments<bf16>& segments, const SumRows& c) {
     auto each = []<int... I>(std::integer_sequence<int, I...>, auto f) {
       (f(std::integral_constant<int, I>{}), ...);
     };
     constexpr auto kIds = std::make_integer_sequence<int, RowTiles>{};
-    each(kIds, [](auto i) { amx::zero<i()>(); });
+    each(kIds, [&](auto i) { begin<i()>(c, i() * amx::kTileRows, 0); });
     for_each_step(segments, [&](const Segment<bf16>& segment, const bf16* a, const bf16* b) {
       amx::load<7>(b, kLine);
       each(kIds, [&](auto i) {
@@ -162,16 +192,16 @@ struct AmxMicrokernel {
         amx::dpbf16<i(), 6, 7>();
       });
     });
-    each(kIds, [&](auto i) { amx::store<i()>(c + i() * amx::kTileRows * c_stride, c_stride * 4); });
+    each(kIds, [&](auto i) { end<i()>(c, i() * amx::kTileRows, 0); });
   }
 
   template <int ColTiles>
-  static void row_strip(const Segments<bf16>& segments, float* c, index_t c_stride) {
+  static void row_strip(const Segments<bf16>& segments, const SumRows& c) {
     auto each = []<int... I>(std::integer_sequence<int, I...>, auto f) {
       (f(std::integral_constant<int, I>{}), ...);
     };
     constexpr auto kIds = std::make_integer_sequence<int, ColTiles>{};
-    each(kIds, [](auto j) { amx::zero<j()>(); });
+    each(kIds, [&](auto j) { begin<j()>(c, 0, j() * kPanelCols); });
     for_each_step(segments, [&](const Segment<bf16>& segment, const bf16* a, const bf16* b) {
       amx::load<6>(a, segment.a_stride * 2);
       each(kIds, [&](auto j) {
@@ -179,10 +209,10 @@ struct AmxMicrokernel {
         amx::dpbf16<j(), 6, 7>();
       });
     });
-    each(kIds, [&](auto j) { amx::store<j()>(c + j() * kPanelCols, c_stride * 4); });
+    each(kIds, [&](auto j) { end<j()>(c, 0, j() * kPanelCols); });
   }
 
-  using Tiles = void (*)(const Segments<bf16>&, float*, index_t);
+  using Tiles = void (*)(const Segments<bf16>&, const SumRows&);
   static constexpr std::array<std::array<Tiles, 2>, 2> kSquares{
       {{square<1, 1>, square<1, 2>}, {square<2, 1>, square<2, 2>}}};
   static constexpr std::array<Tiles, kStrip> kColumns{column<1>, column<2>, column<3>,

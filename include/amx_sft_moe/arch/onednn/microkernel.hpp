@@ -35,7 +35,9 @@ struct OneDnnMicrokernel {
 
   // C [rows, cols] = sum of the segments, see gemm/blocks.hpp.
   static void block(Session& session, int /*pattern*/, const Segments<E>& segments, index_t rows,
-                    index_t /*cols*/, float* c, index_t c_stride) {
+                    index_t /*cols*/, const SumRows& to) {
+    float* c = to.data;
+    const index_t c_stride = to.stride;
     if (segments.count == 0) return clear(c, rows * c_stride);
     if constexpr (!kPaired) {
       product(session, segments, 0, rows, c_stride, onednn::Layout::kRows, c);
