@@ -65,15 +65,15 @@ class GemmColumns : public testing::Test {
   }
 
   static constexpr index_t kMostRows = 270, kMostK = 530;
-  static constexpr index_t kMostOfB = 40 * 6203;  // more than 530 x 100
-  index_t b_stride_ = 0;                          // of the product at hand
+  static constexpr index_t kMostOfB = 240 * 2053;  // more than 40 x 6203 and 530 x 100
+  index_t b_stride_ = 0;                           // of the product at hand
   AlignedBuffer<W> a_, b_;
   gemm::Scratch scratch_;
 };
 
 using Kernels =
     testing::Types<kernels::Portable<float>, kernels::Portable<bf16>, kernels::Avx2<float>, kernels::Avx2<bf16>,
-                   kernels::Avx512<float>, kernels::Avx512<bf16>, kernels::Avx512Bf16>;
+                   kernels::Avx512<float>, kernels::Avx512<bf16>, kernels::Avx512Bf16, kernels::AmxBf16>;
 TYPED_TEST_SUITE(GemmColumns, Kernels);
 
 // `deep`: steps along K of strips of few rows and of many, one or more deep, and a rest.
@@ -118,6 +118,30 @@ TYPED_TEST(GemmColumns, TnIsExact) {
     this->expect_exact(c, e, [&](index_t row, index_t col) {
       float sum = 0;
       for (index_t t = 0; t < e.k; ++t) sum += this->a(t, row) * this->b(t, col);
+      return sum;
+    });
+  }
+}
+
+// So wide and deep that kernels of tiles pack B in parts, some with the end of one term and the begin of the next.
+TYPED_TEST(GemmColumns, NnInPartsIsExact) {
+  constexpr index_t kCols = 2050;
+  for (const index_t rows : {1, 17, 33}) {
+    const Extents e{rows, 150 + 230 + 16, kCols};
+    const std::array<gemm::NnTerm, 3> terms{{{this->rows_of_a(rows, 150), this->rows_of_b(150, kCols), 150},
+                                             {this->rows_of_a(rows, 230), this->rows_of_b(230, kCols), 230},
+                                             {this->rows_of_a(rows, 16), this->rows_of_b(16, kCols), 16}}};
+    if constexpr (gemm::AddsToC<TypeParam>) {
+      ASSERT_LT(gemm::panel_depth<TypeParam>(e.k, kCols), e.k);
+    }
+    const auto c = this->result(rows, kCols, [&](auto& thread, auto&& epilogue) {
+      gemm::gemm_nn<TypeParam>(thread, rows, kCols, terms, epilogue);
+    });
+    this->expect_exact(c, e, [&](index_t row, index_t col) {
+      float sum = 0;
+      for (const gemm::NnTerm& term : terms) {
+        for (index_t k = 0; k < term.k; ++k) sum += this->a(row, k) * this->b(k, col);
+      }
       return sum;
     });
   }
