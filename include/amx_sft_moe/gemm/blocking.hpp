@@ -81,6 +81,10 @@ struct Blocking {
     };
     index_t wide = whole_rows<Kernel>(k, rows) ? kMaxInPlaceCols : kMaxStripCols;
     while (wide > kMaxCols && !fits(wide)) wide /= 2;
+    if constexpr (AddsToC<Kernel>) {
+      // More rows than gemm_nn ever has are the tokens of a gemm_tn, all of which are packed together.
+      if (rows > kTokensPerTask) return std::min(wide, resident_cols<Kernel>(rows));
+    }
     return wide;
   }
   // Rows of one product of a base weight's gradient from so many tokens.

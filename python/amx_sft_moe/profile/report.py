@@ -57,7 +57,7 @@ def machine(found: dict[str, Any] | None, threads: int) -> str:
     if found is None:
         return "machine: not measured"
     peaks = ", ".join(f"{name} {gflops:,.0f}" for name, gflops in found["instructions"].items())
-    return f"machine, {threads} threads: {peaks} GFLOP/s; reads {found['bandwidth']:.1f} GB/s"
+    return f"machine, {threads} threads: {peaks}\n  GFLOP/s; reads {found['bandwidth']:.1f} GB/s"
 
 
 def check(errors: dict[str, float], options: Options, ok: bool) -> str:
