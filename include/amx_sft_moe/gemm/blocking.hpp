@@ -95,7 +95,7 @@ struct Blocking {
   // Columns of the tasks of such gradients, [rows, cols] of each of `experts`, where `threads` share them.
   template <class Kernel>
   index_t grad_cols(index_t tokens, index_t rows, index_t cols, index_t experts, int threads) const {
-    if constexpr (!MultipliesStrips<Kernel>) return resident_cols<Kernel>(tokens);
+    if constexpr (!MultipliesStrips<Kernel> && !AddsToC<Kernel>) return resident_cols<Kernel>(tokens);
     const index_t tall = experts * ceil_div(rows, kGradRowsPerTask);
     index_t wide = tokens <= kFlatGradTokens ? kMaxStripCols : kGradStripCols;
     while (wide > kMaxCols && tall * ceil_div(cols, wide) < kTasksPerThread * index_t{threads}) wide /= 2;

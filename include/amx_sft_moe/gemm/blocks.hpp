@@ -61,7 +61,10 @@ class RowGroup {
   void reserve(const std::array<std::span<const Term<E>>, Outputs>& outputs, index_t rows) {
     index_t k = 0;
     for (const auto& terms : outputs) {
-      for (const Term<E>& term : terms) k += staged_stride(round_up(term.k, k_tile_));
+      for (const Term<E>& term : terms) {
+        const index_t tail = term.k - in_place(term);
+        if (tail > 0) k += staged_stride(round_up(tail, k_tile_));
+      }
     }
     arena_ = scratch_.a_rows.as<E>(k * rows);
   }
@@ -71,21 +74,26 @@ class RowGroup {
   void append(const Term<E>& term, index_t row, index_t rows, arch::Segments<E>& segments) {
     const AnyRows a = term.a.from(row, 0);
     const E* direct = a.template direct<E>();
-    const index_t in_place = direct != nullptr ? k_in_place<Micro>(term.k, a.row_stride(), k_tile_) : 0;
-    segments.add({direct, a.row_stride(), term.b.data, term.b.panel_stride, in_place});
-    if (in_place == term.k) return;
-    const index_t tail = term.k - in_place;
+    const index_t begin = in_place(term);
+    segments.add({direct, a.row_stride(), term.b.data, term.b.panel_stride, begin});
+    if (begin == term.k) return;
+    const index_t tail = term.k - begin;
     const index_t padded = round_up(tail, k_tile_);
     const index_t stride = staged_stride(padded);
     E* staged = arena_ + used_;
     used_ += stride * rows;
-    a.from(0, in_place).visit([&](const auto& source) {
+    a.from(0, begin).visit([&](const auto& source) {
       Kernel::Rows::template stage<E>(source, rows, tail, padded, staged, stride);
     });
-    segments.add({staged, stride, term.b.data + in_place * arch::kPanelCols, term.b.panel_stride, padded});
+    segments.add({staged, stride, term.b.data + begin * arch::kPanelCols, term.b.panel_stride, padded});
   }
 
  private:
+  // Of a term's K, what is used where it lies.
+  index_t in_place(const Term<E>& term) const {
+    if (term.a.template direct<E>() == nullptr) return 0;
+    return k_in_place<Micro>(term.k, term.a.row_stride(), k_tile_);
+  }
   static constexpr index_t staged_stride(index_t padded) {
     if constexpr (requires { Micro::kDenseRows; }) return padded;
     return spread_row_stride<E>(padded);
