@@ -291,7 +291,7 @@ TYPED_TEST(OperatorStack, CallersBuffersInAnyOrder) {
   expect_same_bits(step_alone<TypeParam>(batches[3]), on_stack);
 }
 
-// What is saved is what the documentation of SavedActivations says: g and u before the activation, scaled u's.
+// What is saved is what the documentation of SavedActivations says: g and u before the activation, scaled u's, the last one weighted.
 TYPED_TEST(OperatorStack, SavedValuesAreTheDocumentedOnes) {
   const Case c{"one_expert", 9, 1, 1, 33, 18, {5, 3, 2}};  // rows in the order of tokens
   const Problem problem = random_problem(c, kPlain, kWeightDType<TypeParam>);
@@ -316,7 +316,8 @@ TYPED_TEST(OperatorStack, SavedValuesAreTheDocumentedOnes) {
     expect_row(saved.up, route.u, 1, "up");
     expect_row(saved.u_gate, route.u_gate, layer.lora_gate.scaling, "u_gate");
     expect_row(saved.u_up, route.u_up, layer.lora_up.scaling, "u_up");
-    expect_row(saved.u_down, route.u_down, layer.lora_down.scaling, "u_down");
+    const double weight = problem.batch().weights[static_cast<std::size_t>(token)];
+    expect_row(saved.u_down, route.u_down, weight * layer.lora_down.scaling, "u_down");
   }
 }
 

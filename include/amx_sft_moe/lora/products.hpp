@@ -11,12 +11,13 @@ AMX_SFT_MOE_NAMESPACE_BEGIN
 namespace lora {
 
 // Where u = scaling x A^T goes: an operand of the forward's second term, and rows for backward (rows.data null: not
-// saved).
+// saved), each times its token's weight where `weights` is not null: a product with them is rounded once.
 template <class Kernel>
 struct ProjectionTarget {
   float scaling;
   gemm::Panels<typename Kernel::Compute> operand;  // [tokens, r]
   MatrixView<typename Kernel::Stored> rows;        // [tokens, r]
+  const float* weights = nullptr;                  // [tokens]
 };
 
 // u = scaling x A^T for one target, or for the two that share A: x an operand [tokens, k], A = lora_a [r, k]. gemm_nt,
@@ -35,21 +36,39 @@ void project(gemm::ThreadContext<Kernel>& thread, const AnyConstMatrix& lora_a, 
         for (const ProjectionTarget<Kernel>& to : targets) {
           gemm::append_operand<Kernel>(u, to.scaling, to.operand.from_column(u.token), u.out, rank);
           if (to.rows.data == nullptr) continue;
-          gemm::store_tokens<Kernel>(u, to.rows.row(u.token) + u.out, to.rows.row_stride, to.scaling, nullptr);
+          gemm::store_tokens<Kernel>(u, to.rows.row(u.token) + u.out, to.rows.row_stride, to.scaling,
+                                     to.weights == nullptr ? nullptr : to.weights + u.token);
         }
       });
 }
 
-// v = scaling grad B: grad [rows, out], B = lora_b [out, r] -> v [rows, r]. gemm_nn
+// Where v = scaling grad B goes, and where each row of it times its weight goes (weights null: nowhere). Both are
+// rounded once, from the accumulators.
+template <class Kernel>
+struct GradientTarget {
+  float scaling;
+  MatrixView<typename Kernel::Stored> v;           // [rows, r]
+  const float* weights = nullptr;                  // [rows]
+  MatrixView<typename Kernel::Stored> weighted{};  // [rows, r]
+};
+
+// v = scaling grad B: grad [rows, out], B = lora_b [out, r]. gemm_nn
 template <class Kernel>
 void project_gradient(gemm::ThreadContext<Kernel>& thread, const gemm::AnyRows& grad, index_t rows,
-                      const AnyConstMatrix& lora_b, float scaling,
-                      const MatrixView<typename Kernel::Stored>& v) {
+                      const AnyConstMatrix& lora_b, const GradientTarget<Kernel>& to) {
   using Stored = typename Kernel::Stored;
   const std::array<gemm::NnTerm, 1> terms{{{grad, gemm::AnyRows(lora_b), lora_b.rows()}}};
   gemm::gemm_nn<Kernel>(thread, rows, lora_b.cols(), terms, [&](const gemm::Block& block) {
-    const arch::BlockTarget<Stored> to{v.row(block.row) + block.col, v.row_stride, 1, false, scaling, nullptr};
-    Kernel::Rows::store(block.c, block.stride, block.rows, block.cols, to);
+    const auto store = [&](const MatrixView<Stored>& v, index_t first, index_t count, float scale) {
+      const arch::BlockTarget<Stored> target{
+          v.row(block.row + first) + block.col, v.row_stride, 1, false, scale, nullptr};
+      Kernel::Rows::store(block.c + first * block.stride, block.stride, count, block.cols, target);
+    };
+    store(to.v, 0, block.rows, to.scaling);
+    if (to.weights == nullptr) return;
+    for (index_t i = 0; i < block.rows; ++i) {
+      store(to.weighted, i, 1, to.scaling * to.weights[block.row + i]);
+    }
   });
 }
 

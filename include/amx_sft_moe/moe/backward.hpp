@@ -1,8 +1,8 @@
 // The phases of a backward pass, in order. Each is one region of tasks; its end is a synchronisation point (5
 // in all).
 //
-//   scatter       p = grad_y of each row's token;  <p, bias>;  v_d = s p Bd
-//   down          grad_h = p Wd + v_d Ad,        beside  grad_Ad = (w v_d)^T h, grad_Bd = (w p)^T u_d,
+//   scatter       p = grad_y of each row's token;  <p, bias>;  v_d = s p Bd, w v_d
+//   down          grad_h = p Wd + v_d Ad,        beside  grad_Ad = (w v_d)^T h, grad_Bd = p^T (w u_d),
 //                                                        grad_Wd = (w p)^T h
 //   activation    grad_g, grad_u = act'(g, u) w grad_h;  <grad_h, h> + <p, bias>;
 //                 v_g = s grad_g Bg, v_u = s grad_u Bu
@@ -50,7 +50,9 @@ void backward_scatter(Step<Kernel>& step, const BackwardRows<Kernel>& rows, cons
     if (step.lora.down.rank() == 0) return;
     worker.time(Phase::kD4LoraGrad, [&] {
       lora::project_gradient<Kernel>(worker.gemm, p, task.rows, step.lora.down.b[expert.expert],
-                                     step.lora.down.scaling, rows_of(rows.v_down, expert, task.row));
+                                     {step.lora.down.scaling, rows_of(rows.v_down, expert, task.row),
+                                      work.routing.weight_of_row() + expert.row_begin + task.row,
+                                      rows_of(rows.weighted_v, expert, task.row)});
     });
   });
 }
@@ -85,8 +87,7 @@ template <class Kernel>
 void backward_down_grad_a(Step<Kernel>& step, const BackwardRows<Kernel>& rows, Worker<Kernel>& worker,
                           const Task& task, const Gradients& grads) {
   const ExpertRows& expert = *task.expert;
-  const gemm::Factor factor{rows_of(rows.v_down, expert, 0),
-                            step.work.routing.weight_of_row() + expert.row_begin};
+  const gemm::Factor factor{rows_of(rows.weighted_v, expert, 0), nullptr};
   const auto h = [&](index_t row, index_t count) {
     return activation_columns(step, worker, expert, row, count, task.col, task.cols);
   };
@@ -97,7 +98,7 @@ void backward_down_grad_a(Step<Kernel>& step, const BackwardRows<Kernel>& rows, 
                           {grads.accumulate, grads.scale});
 }
 
-// grad_Bd = (w p)^T u_d, a block of rows, and the bias' (w p)^T 1; the weight goes to the small factor.
+// grad_Bd = p^T (w u_d), a block of rows, and the bias' p^T w: the weight goes to the small factor.
 template <class Kernel>
 void backward_down_grad_b(Step<Kernel>& step, const BackwardRows<Kernel>& rows, Worker<Kernel>& worker,
                           const Task& task, const Gradients& grads) {
@@ -110,7 +111,7 @@ void backward_down_grad_b(Step<Kernel>& step, const BackwardRows<Kernel>& rows, 
     bias_gradient<Kernel>(worker.gemm, weights, panels, expert.expert, task.col, grads.biases.down, mode);
   }
   if (grads.lora.down_b.empty()) return;
-  lora::gradient_b<Kernel>(worker.gemm, {rows_of(step.saved.u_down, expert, 0), weights}, panels, task.col,
+  lora::gradient_b<Kernel>(worker.gemm, {rows_of(step.saved.u_down, expert, 0), nullptr}, panels, task.col,
                            grads.lora.down_b[expert.expert], mode);
 }
 
@@ -215,7 +216,8 @@ void backward_activation(Step<Kernel>& step, const BackwardRows<Kernel>& rows) {
       if (adapter.rank() == 0) return;
       worker.time(phase, [&] {
         lora::project_gradient<Kernel>(worker.gemm, rows_of(grad, expert, task.row), task.rows,
-                                       adapter.b[expert.expert], adapter.scaling, rows_of(v, expert, task.row));
+                                       adapter.b[expert.expert],
+                                       {adapter.scaling, rows_of(v, expert, task.row)});
       });
     };
     project(Phase::kGuLoraGate, step.lora.gate, rows.grad_gate, rows.v_gate);

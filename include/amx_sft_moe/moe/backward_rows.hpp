@@ -11,6 +11,7 @@ struct BackwardRows {
   using Stored = typename Kernel::Stored;
   MatrixView<Stored> p;             // [S, H]
   MatrixView<Stored> v_down;        // [S, r_down]
+  MatrixView<Stored> weighted_v;    // [S, r_down]: w v_down
   MatrixView<float> grad_h;         // [S, I]
   MatrixView<Stored> grad_gate;     // [S, I]
   MatrixView<Stored> grad_up;       // [S, I]
@@ -23,6 +24,7 @@ struct BackwardRows {
     const index_t rows = work.routing.routed_rows();
     p = row_matrix<Stored>(work.p_rows, rows, step.hidden);
     v_down = row_matrix<Stored>(work.v_down, rows, step.lora.down.rank());
+    weighted_v = row_matrix<Stored>(work.weighted_v_down, rows, step.lora.down.rank());
     grad_h = row_matrix<float>(work.grad_h, rows, step.intermediate);
     grad_gate = row_matrix<Stored>(work.grad_gate, rows, step.intermediate);
     grad_up = row_matrix<Stored>(work.grad_up, rows, step.intermediate);

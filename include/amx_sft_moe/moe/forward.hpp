@@ -3,6 +3,7 @@
 //
 //   gather        x -> operand of gemm_nt per expert;  u = s x A^T for gate and up
 //   gate_up       g = x Wg^T + u_g Bg^T + bias, u likewise; h = act(g, u) -> operand; u_down = s h Ad^T
+//                 (saved: w u_down)
 //   down          w d = w (h Wd^T + u_d Bd^T + bias) per route
 //   sum_tokens    y = sum over a token's routes
 #pragma once
@@ -140,7 +141,8 @@ void forward_gate_up(Step<Kernel>& step) {
     worker.time(Phase::kLoraADownForward, [&] {
       const std::array<lora::ProjectionTarget<Kernel>, 1> target{
           {{lora.down.scaling, operand_of<Kernel>(u_down, lora.down.rank(), expert, task.row),
-            rows_of(step.saved.u_down, expert, task.row)}}};
+            rows_of(step.saved.u_down, expert, task.row),
+            work.routing.weight_of_row() + expert.row_begin + task.row}}};
       lora::project<Kernel>(worker.gemm, lora.down.a[e], task.rows, expert.rows, read_only(h), target);
     });
   });

@@ -14,7 +14,7 @@ struct SavedActivations {
   MatrixView<T> up;      // u [S, I]
   MatrixView<T> u_gate;  // s x Ag^T [S, r_gate]; empty without an adapter
   MatrixView<T> u_up;    // s x Au^T [S, r_up]
-  MatrixView<T> u_down;  // s h Ad^T [S, r_down]
+  MatrixView<T> u_down;  // w s h Ad^T [S, r_down], w the row's routing weight
 };
 
 AMX_SFT_MOE_NAMESPACE_END

@@ -39,6 +39,7 @@ struct Workspace {
   gemm::Buffer out_rows;         // [S, H] fp32: forward w d, backward grad_x of each route
   gemm::Buffer p_rows;           // [S, H] Stored: grad_y of each row's token
   gemm::Buffer v_down;           // [S, r_down] Stored: s p Bd
+  gemm::Buffer weighted_v_down;  // [S, r_down] Stored: w s p Bd
   gemm::Buffer grad_h;           // [S, I] fp32, unweighted
   gemm::Buffer grad_gate;        // [S, I] Stored
   gemm::Buffer grad_up;          // [S, I] Stored
@@ -79,7 +80,7 @@ struct Workspace {
                     countdown_capacity * static_cast<index_t>(sizeof(parallel::Countdown));
     for (const gemm::Buffer* buffer :
          {&x_operand, &u_gate_operand, &u_up_operand, &h_operand, &u_down_operand, &out_rows, &p_rows, &v_down,
-          &grad_h, &grad_gate, &grad_up, &v_gate, &v_up, &row_weight_grad}) {
+          &weighted_v_down, &grad_h, &grad_gate, &grad_up, &v_gate, &v_up, &row_weight_grad}) {
       total += buffer->bytes();
     }
     for (const gemm::Scratch& thread : scratch) total += thread.bytes();
