@@ -14,13 +14,12 @@ namespace arch {
 // so few row pointers that none is spilled: with 12 rows x 32 columns the compiler kept four of them in vector
 // registers, whose moves compete with the arithmetic.
 inline constexpr index_t kStripCols = 64;
-// Of a strip's block as wide as a register tile, in fp32: a third to half of L1. The deeper, the less often C passes
-// through registers.
-inline constexpr index_t kStripBlockBytes = index_t{16} << 10;
-// Rows of A up to which strips of one block are half as deep where rows of B are K: 32 rows of B, and the 32 that come
-// next, are 64 pages; the data TLB of a core holds 64 to 96, and strips of 64 read memory slower. More rows rather want
-// C passing through registers less often.
-inline constexpr index_t kShallowStripRows = 48;
+// Elements of a strip along K: the deeper, the less often C passes through registers. What one register tile reads of it
+// is 16 KiB, half of the smallest L1, where tiles are 16 columns wide (fp32) or multiply bf16; 32 KiB for tiles of 64
+// columns in fp32, for which C's passes cost more than lines of the strip that come from L2 (benchmarks/LOG.md, "Strips
+// of AVX512").
+inline constexpr index_t kWideStripDepth = 128;
+inline constexpr index_t kNarrowStripDepth = 256;
 
 // Products in place (arch/in_place.hpp). They are as fast as memory delivers, so it is asked twice. Far ahead into L2: a
 // core waits for some ten to sixteen lines at a time on their way to L1, for 48 on their way to L2. Then near, into L1.

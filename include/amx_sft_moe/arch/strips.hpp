@@ -22,12 +22,12 @@ namespace arch {
 //                    PacedPrefetch& ahead);
 // which adds to C [R, 16 P] the products of `steps` pairings (arch/operands.hpp) along K, and before every StepsATurn
 // of them, or the rest, has ahead.turn().
-template <class Micro, class E, int Rows, int Panels, index_t StepsATurn = 1>
+template <class Micro, class E, int Rows, int Panels, index_t Depth, index_t StepsATurn>
 struct StripTiles {
   using Element = E;
   static constexpr index_t kCols = Panels * kPanelCols;
   static_assert(kStripCols % kCols == 0);
-  static constexpr index_t kStripDepth = kStripBlockBytes / index_t{sizeof(float)} / kCols;  // elements along K
+  static constexpr index_t kStripDepth = Depth;  // elements along K
   static constexpr index_t kStepsATurn = StepsATurn;
   static constexpr index_t kKUnit = kPairing<E>;  // A and strips are padded with zeros to multiples of it
   static constexpr bool kStrips = true;

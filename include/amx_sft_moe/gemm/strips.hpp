@@ -22,17 +22,6 @@
 AMX_SFT_MOE_NAMESPACE_BEGIN
 namespace gemm {
 
-// Strips of several tiles are deep (StripTiles::kStripDepth). A block of K as deep, asked for while the one before it is
-// multiplied, would not stay in L2 until its turn: 1 MiB where 256 rows of B have 2048 columns.
-template <class Micro>
-inline constexpr bool kDeepStrips = Micro::kCols < arch::kStripCols;
-
-// Steps of K that a strip of rows is deep. A strip of columns is read along 64 rows whatever its depth.
-template <class Micro>
-constexpr index_t row_strip_depth(index_t rows) {
-  return rows <= arch::kShallowStripRows && !kDeepStrips<Micro> ? Micro::kStripDepth / 2 : Micro::kStripDepth;
-}
-
 // Floats from row to row of C: whole strips, and rows not 4 KiB apart.
 constexpr index_t strips_stride(index_t cols) {
   return round_up(cols, arch::kStripCols) + arch::kPanelCols;
@@ -99,17 +88,6 @@ arch::BytesAhead blocks_ahead(const arch::RowSource<S>& source, const Extent& al
   return ahead;
 }
 
-// The same columns of the next_rows rows behind source's first `rows`. They lie on other pages, and all of a block of K
-// stays in L2 until its turn.
-template <class S>
-arch::BytesAhead next_rows_ahead(const arch::RowSource<S>& source, index_t rows, index_t next_rows, index_t col,
-                                 index_t cols) {
-  constexpr index_t kSize = sizeof(S);
-  if (source.row_index != nullptr) return {};
-  return {0, place(source, rows, col), source.row_stride * kSize, next_rows,
-          std::min(arch::kStripCols, cols - col) * kSize};
-}
-
 // C [rows, cols] += A [rows, k] x B [k, cols].
 template <class Kernel>
 void multiply_rows(Scratch& scratch, const AnyRows& a, index_t rows, const AnyRows& b, index_t k, index_t cols,
@@ -124,21 +102,19 @@ void multiply_rows(Scratch& scratch, const AnyRows& a, index_t rows, const AnyRo
       });
     }
   }
-  const index_t depth = row_strip_depth<Micro>(rows);
-  E* strip = scratch.b_panels.template as<E>(depth * arch::kStripCols);
-  for (index_t kk = 0; kk < k; kk += depth) {
-    const index_t here = std::min(depth, k - kk);
+  constexpr index_t kDepth = Micro::kStripDepth;
+  E* strip = scratch.b_panels.template as<E>(kDepth * arch::kStripCols);
+  for (index_t kk = 0; kk < k; kk += kDepth) {
+    const index_t here = std::min(kDepth, k - kk);
     const auto a_block = strip_rows<Kernel>(scratch, a.from(0, kk), rows, here);
     const index_t left = b.col_stride() == 1 ? k - kk : here;  // a copy is of one block
     with_adjacent_rows<Kernel>(scratch, b.from(kk, 0), here, cols, [&](const auto& source) {
       for (index_t j = 0; j < cols; j += arch::kStripCols) {
         const index_t wide = std::min(arch::kStripCols, cols - j);
-        const auto ahead = kDeepStrips<Micro> || left == here
-                               ? blocks_ahead(source, {left, cols}, {here, arch::kStripCols}, 0, j)
-                               : next_rows_ahead(source, here, std::min(depth, left - here), j, cols);
         Micro::strip_of_rows(source.from_column(j), here, wide, strip);
         Micro::multiply(a_block.data, a_block.row_stride, rows, strip, round_up(here, Micro::kKUnit), wide,
-                        c.after(kk).from(0, j), ahead);
+                        c.after(kk).from(0, j),
+                        blocks_ahead(source, {left, cols}, {here, arch::kStripCols}, 0, j));
       }
     });
   }

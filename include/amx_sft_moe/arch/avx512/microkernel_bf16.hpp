@@ -10,7 +10,7 @@ namespace arch {
 
 // 6 rows x 64 columns: 24 accumulators, 4 registers of B, 1 broadcast of the 32 zmm. Each loaded line of B serves 6
 // products, each broadcast 4. Latency times rate is 8 to 12: 12 accumulators would do.
-struct Avx512Bf16Microkernel : StripTiles<Avx512Bf16Microkernel, bf16, 6, 4, 4> {
+struct Avx512Bf16Microkernel : StripTiles<Avx512Bf16Microkernel, bf16, 6, 4, kWideStripDepth, 4> {
   static_assert(kCols == kStripCols);  // a strip is one block, for what packs it
   template <class S>
   static void strip_of_rows(const RowSource<S>& src, index_t k, index_t cols, bf16* strip) {

@@ -10,7 +10,7 @@ namespace arch {
 // 6 rows x 64 columns: 24 accumulators, 4 registers of B, 1 broadcast of the 32 zmm. Each loaded line of B serves 6
 // products, each broadcast 4. Latency times rate is 8: 12 accumulators would do.
 // In place: dot products of 3 rows x 8 tokens, 24 accumulators, 3 registers of W, 1 of x.
-struct Avx512Microkernel : StripTiles<Avx512Microkernel, float, 6, 4, 4>,
+struct Avx512Microkernel : StripTiles<Avx512Microkernel, float, 6, 4, kWideStripDepth, 4>,
                            InPlaceProducts<avx512::InPlaceTiles, 8, 12, 3, 8> {
   static_assert(kCols == kStripCols);  // a strip is one block, for what packs it
   template <class S>
