@@ -4,6 +4,7 @@
 
 #include <algorithm>
 #include <cstdint>
+#include <cstring>
 #include <utility>
 
 #include "amx_sft_moe/arch/blocking.hpp"
@@ -19,39 +20,33 @@ inline const char* bytes_behind(const void* from, index_t bytes) {
                                        static_cast<std::uintptr_t>(bytes));
 }
 
-// C [Rows, cols] += a [Rows, Depth] x rows of B, with rows to be asked for.
-template <std::size_t Rows, std::size_t Depth, class S>
+// C [Rows, cols] += a [Rows, Depth] x rows of B, with rows to be asked for. Where products are of pairs, `a` holds pairs,
+// and the last of 2 Depth rows is null where K is odd.
+template <class E, std::size_t Rows, std::size_t Depth, class S>
 struct InPlaceSteps {
-  float a[Rows][Depth];
-  const S* b[Depth];
-  const S* near[Depth];
-  const S* far[Depth];
+  static constexpr std::size_t kRows = Depth * kPairing<E>;
+  std::conditional_t<kPairing<E> == 1, float, std::int32_t> a[Rows][Depth];
+  const S* b[kRows];
+  const S* near[kRows];
+  const S* far[kRows];
 };
 
-// Tiles has, with its own target attribute, for 1 <= R <= MostRows, 1 <= D <= 4, 1 <= O <= DotOuts and 1 <= T <=
-// DotTokens (steps and C by value: what a store to C might change would be loaded again):
+// Products of gemm_nn and gemm_tn. Tiles has, with its own target attribute, for 1 <= R <= MostRows and 1 <= D <= 4 (steps
+// and C by value: what a store to C might change would be loaded again), with A of its type Element:
 //   template <std::size_t R, std::size_t D, class S>
-//   static void add_steps(InPlaceSteps<R, D, S> steps, index_t cols, SumRows c);
-//   template <int O, int T, class S>   // C [T, O] += X [T, k] x rows^T, dot products along K; x ordered
-//   static void dot(const S* const* rows, const S* const* far, index_t far_shift, const float* x, index_t k,
-//                   const SumRows& c);
-//   template <class S>                 // X [tokens, k] -> [k / kLine][tokens][kLine], zeros behind k
-//   static void order(const float* x, index_t x_stride, index_t tokens, index_t k, float* to);
-// where of far[0], far[1], ... the elements [0, k >> far_shift) are worth asking for. kLine elements of a row of W
-// are two vectors of products, in an order that suits the type and the instructions.
-template <class Tiles, int MostRows, int MostTokens, int DotOuts, int DotTokens>
-struct InPlaceProducts {
-  // Whether gemm_nn and gemm_tn read B in place: for few rows of A, or few steps along K.
+//   static void add_steps(InPlaceSteps<Element, R, D, S> steps, index_t cols, SumRows c);
+template <class Tiles, int MostRows>
+struct InPlaceSums {
+  using A = typename Tiles::Element;
+  // Whether B is read in place: for few rows of A, or few steps along K.
   static constexpr bool in_place(index_t k, index_t rows) { return rows <= MostRows || k <= kFewSteps; }
-  // Tokens up to which gemm_nt does.
-  static constexpr int kInPlaceTokens = MostTokens;
 
   // C [rows, cols] += A [rows, k] x B [k, cols], B's columns adjacent. A block of B's rows at a time, whose addresses
   // stay translated while parts of C, small enough for L1, take it in: a row is a page or more, so the fewer times
   // it is begun with the better.
   template <class S>
-  static void multiply_in_place(const float* a, index_t a_stride, index_t rows, const RowSource<S>& b,
-                                index_t k, index_t cols, const SumRows& c) {
+  static void multiply_in_place(const A* a, index_t a_stride, index_t rows, const RowSource<S>& b, index_t k,
+                                index_t cols, const SumRows& c) {
     const index_t height = ceil_div(rows, ceil_div(rows, index_t{MostRows}));
     const index_t wide = part_of_columns(height, cols);
     for (index_t r = 0; r < rows; r += height) {
@@ -65,7 +60,83 @@ struct InPlaceProducts {
     }
   }
 
-  // Floats of the copy of x that dot_in_place() reads.
+ private:
+  // A [rows, k] x B [k, cols].
+  template <class S>
+  struct Product {
+    const A* a;
+    index_t a_stride;
+    RowSource<S> b;
+    index_t k, cols;
+  };
+
+  // Steps [kk, end) of K: four rows of B, or pairs of them, at a time meet in C's registers.
+  template <int Rows, class S>
+  static void add_product(const Product<S>& product, index_t kk, index_t end, const SumRows& c) {
+    constexpr index_t kGroup = kPairing<A>;
+    constexpr index_t kDepth = 4;
+    for (; ceil_div(end - kk, kGroup) >= kDepth; kk += kDepth * kGroup) add_steps<Rows, kDepth>(product, kk, c);
+    switch (ceil_div(end - kk, kGroup)) {
+      case 3:
+        return add_steps<Rows, 3>(product, kk, c);
+      case 2:
+        return add_steps<Rows, 2>(product, kk, c);
+      case 1:
+        return add_steps<Rows, 1>(product, kk, c);
+      default:
+        return;
+    }
+  }
+
+  template <std::size_t Rows, std::size_t Depth, class S>
+  static void add_steps(const Product<S>& product, index_t kk, const SumRows& c) {
+    InPlaceSteps<A, Rows, Depth, S> steps;
+    for (std::size_t d = 0; d < steps.kRows; ++d) {
+      const index_t at = kk + static_cast<index_t>(d);
+      steps.b[d] = at < product.k ? product.b.row(at) : nullptr;
+      steps.near[d] = product.b.row(at + kNearRows < product.k ? at + kNearRows : kk);
+      steps.far[d] = product.b.row(at + kFarRows < product.k ? at + kFarRows : kk);
+    }
+    for (std::size_t r = 0; r < Rows; ++r) {
+      const A* from = product.a + static_cast<index_t>(r) * product.a_stride + kk;
+      std::memcpy(steps.a[r], from, sizeof(steps.a[r]));
+    }
+    Tiles::add_steps(steps, product.cols, c.after(kk));
+  }
+
+  static constexpr index_t part_of_columns(index_t rows, index_t cols) {
+    constexpr index_t kFloats = kSumsBytes / index_t{sizeof(float)};
+    const index_t parts = ceil_div(cols * rows, kFloats);
+    return round_up(ceil_div(cols, parts), index_t{64});
+  }
+
+  template <class S>
+  using Rows = void (*)(const Product<S>&, index_t, index_t, const SumRows&);
+  template <class S>
+  static Rows<S> rows_of(index_t rows) {
+    return []<int... Less>(index_t n, std::integer_sequence<int, Less...>) {
+      constexpr Rows<S> kOf[] = {&add_product<Less + 1, S>...};
+      return kOf[n];
+    }(rows - 1, std::make_integer_sequence<int, MostRows>{});
+  }
+};
+
+// Products of gemm_nt, dot products along K. Tiles has, with its own target attribute, for 1 <= O <= DotOuts and 1 <= T <=
+// DotTokens, and X of its type Element:
+//   template <int O, int T, class S>   // C [T, O] += X [T, k] x rows^T; x ordered
+//   static void dot(const S* const* rows, const S* const* far, index_t far_shift, const Element* x, index_t k,
+//                   const SumRows& c);
+//   template <class S>                 // X [tokens, k] -> [k / kLine][tokens][kLine], zeros behind k
+//   static void order(const Element* x, index_t x_stride, index_t tokens, index_t k, Element* to);
+// where of far[0], far[1], ... the elements [0, k >> far_shift) are worth asking for. kLine elements of a row of W
+// are one or two vectors of products, in an order that suits the type and the instructions.
+template <class Tiles, int MostTokens, int DotOuts, int DotTokens>
+struct InPlaceDots {
+  // Tokens of an expert up to which its weights are read in place.
+  static constexpr int kInPlaceTokens = MostTokens;
+  using X = typename Tiles::Element;
+
+  // Elements of the copy of x that dot_in_place() reads.
   static constexpr index_t ordered_size(index_t tokens, index_t k) {
     return tokens * round_up(k, Tiles::kLine);
   }
@@ -73,7 +144,7 @@ struct InPlaceProducts {
   // That copy, for weights of type S: one stream for the tokens of a pass. Rows of x are wanted at once, and from
   // as many places they came no faster than L2 delivers.
   template <class S>
-  static void order_tokens(const float* x, index_t x_stride, index_t tokens, index_t k, float* ordered) {
+  static void order_tokens(const X* x, index_t x_stride, index_t tokens, index_t k, X* ordered) {
     const index_t at_once = tokens_at_once(tokens);
     for (index_t t = 0; t < tokens; t += at_once) {
       Tiles::template order<S>(x + t * x_stride, x_stride, std::min(at_once, tokens - t), k,
@@ -84,7 +155,7 @@ struct InPlaceProducts {
   // C [tokens, outs] += X [tokens, k] x W^T, W [outs, k] with its columns adjacent. Each pass over some rows of W
   // asks for its share of the next ones: memory does not wait for arithmetic.
   template <class S>
-  static void dot_in_place(const RowSource<S>& w, index_t outs, const float* ordered, index_t tokens, index_t k,
+  static void dot_in_place(const RowSource<S>& w, index_t outs, const X* ordered, index_t tokens, index_t k,
                            const SumRows& c) {
     const index_t at_once = tokens_at_once(tokens);
     const index_t far_shift = tokens > at_once ? 1 : 0;
@@ -103,71 +174,13 @@ struct InPlaceProducts {
   }
 
  private:
-  // A [rows, k] x B [k, cols].
-  template <class S>
-  struct Product {
-    const float* a;
-    index_t a_stride;
-    RowSource<S> b;
-    index_t k, cols;
-  };
-
-  // Steps [kk, end) of K: four rows of B at a time meet in C's registers.
-  template <int Rows, class S>
-  static void add_product(const Product<S>& product, index_t kk, index_t end, const SumRows& c) {
-    constexpr int kDepth = 4;
-    for (; kk + kDepth <= end; kk += kDepth) add_steps<Rows, kDepth>(product, kk, c);
-    switch (end - kk) {
-      case 3:
-        return add_steps<Rows, 3>(product, kk, c);
-      case 2:
-        return add_steps<Rows, 2>(product, kk, c);
-      case 1:
-        return add_steps<Rows, 1>(product, kk, c);
-      default:
-        return;
-    }
-  }
-
-  template <std::size_t Rows, std::size_t Depth, class S>
-  static void add_steps(const Product<S>& product, index_t kk, const SumRows& c) {
-    InPlaceSteps<Rows, Depth, S> steps;
-    for (std::size_t d = 0; d < Depth; ++d) {
-      const index_t at = kk + static_cast<index_t>(d);
-      steps.b[d] = product.b.row(at);
-      steps.near[d] = at + kNearRows < product.k ? product.b.row(at + kNearRows) : steps.b[d];
-      steps.far[d] = at + kFarRows < product.k ? product.b.row(at + kFarRows) : steps.b[d];
-    }
-    for (std::size_t r = 0; r < Rows; ++r) {
-      const float* from = product.a + static_cast<index_t>(r) * product.a_stride + kk;
-      for (std::size_t d = 0; d < Depth; ++d) steps.a[r][d] = from[d];
-    }
-    Tiles::add_steps(steps, product.cols, c.after(kk));
-  }
-
-  static constexpr index_t part_of_columns(index_t rows, index_t cols) {
-    constexpr index_t kFloats = kSumsBytes / index_t{sizeof(float)};
-    const index_t parts = ceil_div(cols * rows, kFloats);
-    return round_up(ceil_div(cols, parts), index_t{64});
-  }
-
   // Passes of equal height: a last one of few tokens would not hide the latency.
   static constexpr index_t tokens_at_once(index_t tokens) {
     return ceil_div(tokens, ceil_div(tokens, index_t{DotTokens}));
   }
 
   template <class S>
-  using Rows = void (*)(const Product<S>&, index_t, index_t, const SumRows&);
-  template <class S>
-  static Rows<S> rows_of(index_t rows) {
-    return []<int... Less>(index_t n, std::integer_sequence<int, Less...>) {
-      constexpr Rows<S> kOf[] = {&add_product<Less + 1, S>...};
-      return kOf[n];
-    }(rows - 1, std::make_integer_sequence<int, MostRows>{});
-  }
-
-  template <class S>
-  using Dot = void (*)(const S* const*, const S* const*, index_t, const float*, index_t, const SumRows&);
+  using Dot = void (*)(const S* const*, const S* const*, index_t, const X*, index_t, const SumRows&);
   template <class S>
   static Dot<S> dot_of(index_t outs, index_t tokens) {
     return []<int... N>(index_t n, std::integer_sequence<int, N...>) {

@@ -118,7 +118,7 @@ struct Blocking {
  private:
   template <class Kernel>
   static constexpr bool whole_rows(index_t k, index_t rows) {
-    if constexpr (MultipliesInPlace<Kernel>) return k >= kManyRows && Kernel::Microkernel::in_place(k, rows);
+    if constexpr (SumsInPlace<Kernel>) return k >= kManyRows && Kernel::Microkernel::in_place(k, rows);
     return false;
   }
 

@@ -94,7 +94,7 @@ void multiply_rows(Scratch& scratch, const AnyRows& a, index_t rows, const AnyRo
                    const arch::SumRows& c) {
   using Micro = typename Kernel::Microkernel;
   using E = typename Kernel::Compute;
-  if constexpr (MultipliesInPlace<Kernel>) {
+  if constexpr (SumsInPlace<Kernel>) {
     if (Micro::in_place(k, rows)) {
       const auto a_rows = strip_rows<Kernel>(scratch, a, rows, k);
       return with_adjacent_rows<Kernel>(scratch, b, k, cols, [&](const auto& source) {
@@ -128,10 +128,10 @@ void multiply_columns(Scratch& scratch, const typename Kernel::Compute* x, index
                       index_t all_tokens, const AnyRows& w, index_t out, index_t k, const arch::SumRows& c) {
   using Micro = typename Kernel::Microkernel;
   using E = typename Kernel::Compute;
-  if constexpr (MultipliesInPlace<Kernel>) {
+  if constexpr (DotsInPlace<Kernel>) {
     if (all_tokens <= Micro::kInPlaceTokens && k >= arch::kLongDot) {
       return with_adjacent_rows<Kernel>(scratch, w, out, k, [&]<class S>(const arch::RowSource<S>& source) {
-        float* ordered = scratch.a_rows.template as<float>(Micro::ordered_size(tokens, k));
+        E* ordered = scratch.a_rows.template as<E>(Micro::ordered_size(tokens, k));
         Micro::template order_tokens<S>(x, x_stride, tokens, k, ordered);
         Micro::dot_in_place(source, out, ordered, tokens, k, c);
       });

@@ -14,9 +14,12 @@ namespace gemm {
 template <class Kernel>
 concept MultipliesStrips = requires { Kernel::Microkernel::kStrips; };
 
-// Some kernels have, for few rows of A, products that read B where it lies.
+// Some kernels have, for few rows of A, products that read B where it lies (arch/in_place.hpp): of gemm_nn and gemm_tn,
+// of gemm_nt.
 template <class Kernel>
-concept MultipliesInPlace = requires { Kernel::Microkernel::kInPlaceTokens; };
+concept SumsInPlace = requires { Kernel::Microkernel::in_place(1, 1); };
+template <class Kernel>
+concept DotsInPlace = requires { Kernel::Microkernel::kInPlaceTokens; };
 
 // A kernel of tiles whose products can be added to C: K is split where B, packed, would not stay in L2.
 template <class Kernel>

@@ -35,7 +35,8 @@ AMX_SFT_MOE_INLINE AMX_SFT_MOE_TARGET_AVX2 void dot_line(__m256 (&sum)[Rows][Tok
 struct InPlaceTiles {
   // 16 columns at a time: 2 Depth registers of B, 2 of C, 1 broadcast.
   template <std::size_t Rows, std::size_t Depth, class S>
-  AMX_SFT_MOE_TARGET_AVX2 static void add_steps(InPlaceSteps<Rows, Depth, S> steps, index_t cols, SumRows c) {
+  AMX_SFT_MOE_TARGET_AVX2 static void add_steps(InPlaceSteps<float, Rows, Depth, S> steps, index_t cols,
+                                                SumRows c) {
     const __m256i there = lanes_there(c);
     index_t j = 0;
     for (; j + 16 <= cols; j += 16) {
@@ -79,6 +80,7 @@ struct InPlaceTiles {
   }
 
   // X [tokens, k] -> [k / kLine][tokens][kLine], zeros behind k.
+  using Element = float;
   static constexpr index_t kLine = avx2::kLine;
   template <class S>
   AMX_SFT_MOE_TARGET_AVX2 static void order(const float* x, index_t x_stride, index_t tokens, index_t k,

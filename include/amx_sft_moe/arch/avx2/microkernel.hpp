@@ -13,7 +13,8 @@ namespace arch {
 // turn of the front end, 18 (of 6 a cycle) are all that 6 cycles have: so nothing but products between two turns of the
 // prefetch, and four steps to a jump. In place: dot products of 3 rows x 4 tokens, 12 accumulators.
 struct Avx2Microkernel : StripTiles<Avx2Microkernel, float, 6, 1, kNarrowStripDepth, 16>,
-                         InPlaceProducts<avx2::InPlaceTiles, 8, 8, 3, 4> {
+                         InPlaceSums<avx2::InPlaceTiles, 8>,
+                         InPlaceDots<avx2::InPlaceTiles, 8, 3, 4> {
   static_assert(kCols == kPanelCols);  // a strip's blocks are panels, for what packs it
   template <class S>
   static void strip_of_rows(const RowSource<S>& src, index_t k, index_t cols, float* strip) {

@@ -27,10 +27,28 @@ AMX_SFT_MOE_INLINE AMX_SFT_MOE_TARGET_AVX512 void dot_line(__m512 (&sum)[Rows][T
   }
 }
 
+// C [Tokens, Rows] += the sums over the lanes of each.
+template <std::size_t Rows, std::size_t Tokens>
+AMX_SFT_MOE_INLINE AMX_SFT_MOE_TARGET_AVX512 void store_dots(const __m512 (&sum)[Rows][Tokens],
+                                                             const SumRows& c) {
+  static_assert(Rows <= 4);
+  constexpr std::size_t kLast = Rows - 1;
+  AMX_SFT_MOE_UNROLL
+  for (std::size_t t = 0; t < Tokens; ++t) {
+    alignas(16) float of_row[4];
+    _mm_store_ps(of_row, sum_lanes(sum[0][t], sum[std::min<std::size_t>(1, kLast)][t],
+                                   sum[std::min<std::size_t>(2, kLast)][t], sum[kLast][t]));
+    float* to = c.data + static_cast<index_t>(t) * c.stride;
+    AMX_SFT_MOE_UNROLL
+    for (std::size_t r = 0; r < Rows; ++r) to[r] = c.fresh ? of_row[r] : to[r] + of_row[r];
+  }
+}
+
 struct InPlaceTiles {
   // 32 columns at a time: 2 Depth registers of B, 2 of C; a line of bf16 is 32 columns.
   template <std::size_t Rows, std::size_t Depth, class S>
-  AMX_SFT_MOE_TARGET_AVX512 static void add_steps(InPlaceSteps<Rows, Depth, S> steps, index_t cols, SumRows c) {
+  AMX_SFT_MOE_TARGET_AVX512 static void add_steps(InPlaceSteps<float, Rows, Depth, S> steps, index_t cols,
+                                                  SumRows c) {
     const __mmask16 there = lanes_there(c);
     index_t j = 0;
     for (; j + 32 <= cols; j += 32) {
@@ -74,6 +92,7 @@ struct InPlaceTiles {
   }
 
   // X [tokens, k] -> [k / kLine][tokens][kLine] in the order of load_half<S>(), zeros behind k.
+  using Element = float;
   static constexpr index_t kLine = avx512::kLine;
   template <class S>
   AMX_SFT_MOE_TARGET_AVX512 static void order(const float* x, index_t x_stride, index_t tokens, index_t k,
@@ -117,19 +136,7 @@ struct InPlaceTiles {
       dot_line<false, 0>(sum, row, kk, k - kk, x);
       dot_line<false, 1>(sum, row, kk, k - kk, x);
     }
-    static_assert(Rows <= 3);
-    constexpr int kSecond = Rows > 1 ? 1 : 0;
-    constexpr int kThird = Rows > 2 ? 2 : 0;
-    AMX_SFT_MOE_UNROLL
-    for (int t = 0; t < Tokens; ++t) {
-      alignas(16) float of_row[4];
-      _mm_store_ps(of_row, sum_lanes(sum[0][t], sum[kSecond][t], sum[kThird][t], sum[0][t]));
-      AMX_SFT_MOE_UNROLL
-      for (int r = 0; r < Rows; ++r) {
-        float& to = c.data[t * c.stride + r];
-        to = c.fresh ? of_row[r] : to + of_row[r];
-      }
-    }
+    store_dots(sum, c);
   }
 };
 

@@ -3,6 +3,7 @@
 
 #include <cstring>
 
+#include "amx_sft_moe/arch/avx512/in_place_bf16.hpp"
 #include "amx_sft_moe/arch/avx512/pack_strip.hpp"
 
 AMX_SFT_MOE_NAMESPACE_BEGIN
@@ -10,7 +11,11 @@ namespace arch {
 
 // 6 rows x 64 columns: 24 accumulators, 4 registers of B, 1 broadcast of the 32 zmm. Each loaded line of B serves 6
 // products, each broadcast 4. Latency times rate is 8 to 12: 12 accumulators would do.
-struct Avx512Bf16Microkernel : StripTiles<Avx512Bf16Microkernel, bf16, 6, 4, kWideStripDepth, 4> {
+// In place: dot products of 4 rows x 6 tokens, 24 accumulators, 4 registers of W, 1 of x; no pair is transposed, which
+// a strip of few tokens takes as long for as for its products.
+struct Avx512Bf16Microkernel : StripTiles<Avx512Bf16Microkernel, bf16, 6, 4, kWideStripDepth, 4>,
+                               InPlaceSums<avx512::InPlacePairTiles, 8>,
+                               InPlaceDots<avx512::InPlacePairTiles, 48, 4, 6> {
   static_assert(kCols == kStripCols);  // a strip is one block, for what packs it
   template <class S>
   static void strip_of_rows(const RowSource<S>& src, index_t k, index_t cols, bf16* strip) {

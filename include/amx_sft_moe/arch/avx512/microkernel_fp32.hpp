@@ -11,7 +11,8 @@ namespace arch {
 // products, each broadcast 4. Latency times rate is 8: 12 accumulators would do.
 // In place: dot products of 3 rows x 8 tokens, 24 accumulators, 3 registers of W, 1 of x.
 struct Avx512Microkernel : StripTiles<Avx512Microkernel, float, 6, 4, kWideStripDepth, 4>,
-                           InPlaceProducts<avx512::InPlaceTiles, 8, 12, 3, 8> {
+                           InPlaceSums<avx512::InPlaceTiles, 8>,
+                           InPlaceDots<avx512::InPlaceTiles, 12, 3, 8> {
   static_assert(kCols == kStripCols);  // a strip is one block, for what packs it
   template <class S>
   static void strip_of_rows(const RowSource<S>& src, index_t k, index_t cols, float* strip) {

@@ -24,17 +24,12 @@ struct PanelStep {
 // lines.
 AMX_SFT_MOE_TARGET_AVX512 inline void interleave_bf16(const bf16* even, const bf16* odd, index_t cols,
                                                       bf16* out, const PanelStep& step) {
-  const __m512i iota = _mm512_set_epi16(15, 15, 14, 14, 13, 13, 12, 12, 11, 11, 10, 10, 9, 9, 8, 8, 7, 7, 6, 6,
-                                        5, 5, 4, 4, 3, 3, 2, 2, 1, 1, 0, 0);
-  const __m512i from_odd = _mm512_set1_epi32(0x00200000);
-  const __m512i low = _mm512_add_epi16(iota, from_odd);               // 0, 32, 1, 33, ...
-  const __m512i high = _mm512_add_epi16(low, _mm512_set1_epi16(16));  // 16, 48, 17, 49, ...
   for (index_t c = 0; c < cols; c += 2 * kPanelCols, out += step.pair) {
     const __mmask32 lanes = mask32(cols - c);
     const __m512i a = _mm512_maskz_loadu_epi16(lanes, even + c);
     const __m512i b = odd == nullptr ? _mm512_setzero_si512() : _mm512_maskz_loadu_epi16(lanes, odd + c);
-    _mm512_storeu_si512(out, _mm512_permutex2var_epi16(a, low, b));
-    if (cols - c > kPanelCols) _mm512_storeu_si512(out + step.neighbour, _mm512_permutex2var_epi16(a, high, b));
+    _mm512_storeu_si512(out, pairs_of_rows<0>(a, b));
+    if (cols - c > kPanelCols) _mm512_storeu_si512(out + step.neighbour, pairs_of_rows<1>(a, b));
   }
 }
 

@@ -74,6 +74,16 @@ AMX_SFT_MOE_INLINE AMX_SFT_MOE_TARGET_AVX512 __m512 half_in_order(__m512 low, __
   return _mm512_permutex2var_ps(low, _mm512_or_si512(even, _mm512_set1_epi32(Half)), high);
 }
 
+// Columns [16 Half, 16 Half + 16) of two rows of 32 bf16, as pairs.
+template <int Half>
+AMX_SFT_MOE_INLINE AMX_SFT_MOE_TARGET_AVX512 __m512i pairs_of_rows(__m512i even, __m512i odd) {
+  const __m512i from_even = _mm512_set_epi16(15, 15, 14, 14, 13, 13, 12, 12, 11, 11, 10, 10, 9, 9, 8, 8, 7, 7,
+                                             6, 6, 5, 5, 4, 4, 3, 3, 2, 2, 1, 1, 0, 0);
+  constexpr std::int32_t kFromOdd = 32 << 16, kOfHalf = 16 * Half * 0x10001;
+  return _mm512_permutex2var_epi16(even, _mm512_add_epi16(from_even, _mm512_set1_epi32(kFromOdd + kOfHalf)),
+                                   odd);
+}
+
 // The sums over the lanes of a, b, c and d.
 AMX_SFT_MOE_INLINE AMX_SFT_MOE_TARGET_AVX512 __m128 sum_lanes(__m512 a, __m512 b, __m512 c, __m512 d) {
   const __m512d ab = _mm512_castps_pd(_mm512_add_ps(_mm512_unpacklo_ps(a, b), _mm512_unpackhi_ps(a, b)));

@@ -1,0 +1,127 @@
+// Register tiles of bf16 dot products for few tokens, see arch/in_place.hpp: VDPBF16PS with pairs of a row of W as they
+// lie, 32 elements an instruction.
+#pragma once
+
+#include "amx_sft_moe/arch/avx512/in_place.hpp"
+
+AMX_SFT_MOE_NAMESPACE_BEGIN
+namespace arch::avx512 {
+
+// Pairs of 32 elements: all of them, or the first n and zeros.
+template <bool Whole, class S>
+AMX_SFT_MOE_INLINE AMX_SFT_MOE_TARGET_AVX512 __m512i load_pairs(const S* p, index_t n) {
+  if constexpr (Whole && std::is_same_v<S, bf16>) return _mm512_loadu_si512(p);
+  return load_dwords<bf16>(p, n);
+}
+
+// sum [Rows][Tokens] += 32 elements of each row, of which n are there, times x, 32 elements of each token after the other.
+template <bool Whole, std::size_t Rows, std::size_t Tokens, class S>
+AMX_SFT_MOE_INLINE AMX_SFT_MOE_TARGET_AVX512_BF16 void dot_pairs(__m512 (&sum)[Rows][Tokens],
+                                                                 const S* const* row, index_t kk, index_t n,
+                                                                 const bf16* x) {
+  __m512bh line[Rows];
+  AMX_SFT_MOE_UNROLL
+  for (std::size_t r = 0; r < Rows; ++r)
+    line[r] = reinterpret_cast<__m512bh>(load_pairs<Whole>(row[r] + kk, n));
+  AMX_SFT_MOE_UNROLL
+  for (std::size_t t = 0; t < Tokens; ++t) {
+    __m512i value = _mm512_loadu_si512(x + static_cast<index_t>(t) * kLine);
+    // GCC would load it once for each row.
+    AMX_SFT_MOE_HIDE_ORIGIN(value);
+    const auto pairs = reinterpret_cast<__m512bh>(value);
+    AMX_SFT_MOE_UNROLL
+    for (std::size_t r = 0; r < Rows; ++r) sum[r][t] = _mm512_dpbf16_ps(sum[r][t], line[r], pairs);
+  }
+}
+
+// 32 columns, of which n are there, of C += a x rows of B.
+template <bool Whole, std::size_t Rows, std::size_t Depth, class S>
+AMX_SFT_MOE_INLINE AMX_SFT_MOE_TARGET_AVX512_BF16 void add_pairs(
+    const InPlaceSteps<bf16, Rows, Depth, S>& steps, index_t j, index_t n, __mmask16 there, float* to,
+    index_t stride) {
+  __m512bh line[Depth][2];
+  AMX_SFT_MOE_UNROLL
+  for (std::size_t d = 0; d < Depth; ++d) {
+    const S* odd = steps.b[2 * d + 1];
+    const __m512i a = load_pairs<Whole>(steps.b[2 * d] + j, n);
+    const __m512i b = d + 1 == Depth && odd == nullptr ? _mm512_setzero_si512() : load_pairs<Whole>(odd + j, n);
+    line[d][0] = reinterpret_cast<__m512bh>(pairs_of_rows<0>(a, b));
+    line[d][1] = reinterpret_cast<__m512bh>(pairs_of_rows<1>(a, b));
+    AMX_SFT_MOE_UNROLL
+    for (std::size_t i = 2 * d; i < 2 * d + 2; ++i) {
+      if constexpr (Rows <= kWaitingRows) {
+        _mm_prefetch(reinterpret_cast<const char*>(steps.near[i] + j), _MM_HINT_T0);
+      }
+      _mm_prefetch(reinterpret_cast<const char*>(steps.far[i] + j), _MM_HINT_T1);
+    }
+  }
+  AMX_SFT_MOE_UNROLL
+  for (std::size_t r = 0; r < Rows; ++r, to += stride) {
+    __m512 low = _mm512_maskz_loadu_ps(there, to);
+    __m512 high = _mm512_maskz_loadu_ps(there, to + 16);
+    AMX_SFT_MOE_UNROLL
+    for (std::size_t d = 0; d < Depth; ++d) {
+      const auto pair = reinterpret_cast<__m512bh>(_mm512_set1_epi32(steps.a[r][d]));
+      low = _mm512_dpbf16_ps(low, pair, line[d][0]);
+      high = _mm512_dpbf16_ps(high, pair, line[d][1]);
+    }
+    _mm512_storeu_ps(to, low);
+    _mm512_storeu_ps(to + 16, high);
+  }
+}
+
+struct InPlacePairTiles {
+  using Element = bf16;
+
+  template <std::size_t Rows, std::size_t Depth, class S>
+  AMX_SFT_MOE_TARGET_AVX512_BF16 static void add_steps(InPlaceSteps<bf16, Rows, Depth, S> steps, index_t cols,
+                                                       SumRows c) {
+    const __mmask16 there = lanes_there(c);
+    index_t j = 0;
+    for (; j + 32 <= cols; j += 32) add_pairs<true>(steps, j, 32, there, c.data + j, c.stride);
+    if (j < cols) add_pairs<false>(steps, j, cols - j, there, c.data + j, c.stride);
+  }
+
+  static constexpr index_t kLine = avx512::kLine;
+
+  // X [tokens, k] -> [k / kLine][tokens][kLine], zeros behind k.
+  template <class S>
+  AMX_SFT_MOE_TARGET_AVX512 static void order(const bf16* x, index_t x_stride, index_t tokens, index_t k,
+                                              bf16* to) {
+    for (index_t kk = 0; kk < k; kk += kLine) {
+      const __mmask32 lanes = mask32(k - kk);
+      for (index_t t = 0; t < tokens; ++t, to += kLine) {
+        _mm512_storeu_si512(to, _mm512_maskz_loadu_epi16(lanes, x + t * x_stride + kk));
+      }
+    }
+  }
+
+  // C [Tokens, Rows] += X [Tokens, k] x rows^T, X in that order.
+  template <int Rows, int Tokens, class S>
+  AMX_SFT_MOE_TARGET_AVX512_BF16 static void dot(const S* const* row, const S* const* far, index_t far_shift,
+                                                 const bf16* x, index_t k, const SumRows& c) {
+    constexpr index_t kCacheLine = 64 / static_cast<index_t>(sizeof(S));
+    __m512 sum[std::size_t{Rows}][std::size_t{Tokens}];
+    AMX_SFT_MOE_UNROLL
+    for (int r = 0; r < Rows; ++r) {
+      AMX_SFT_MOE_UNROLL
+      for (int t = 0; t < Tokens; ++t) sum[r][t] = _mm512_setzero_ps();
+    }
+    index_t kk = 0;
+    for (; kk + kLine <= k; kk += kLine, x += kLine * Tokens) {
+      for (index_t at = kk; at < kk + kLine; at += kCacheLine) {
+        AMX_SFT_MOE_UNROLL
+        for (int r = 0; r < Rows; ++r) {
+          _mm_prefetch(bytes_behind(row[r] + at, kNearBytes), _MM_HINT_T0);
+          _mm_prefetch(reinterpret_cast<const char*>(far[r] + (at >> far_shift)), _MM_HINT_T1);
+        }
+      }
+      dot_pairs<true>(sum, row, kk, kLine, x);
+    }
+    if (kk < k) dot_pairs<false>(sum, row, kk, k - kk, x);
+    store_dots(sum, c);
+  }
+};
+
+}  // namespace arch::avx512
+AMX_SFT_MOE_NAMESPACE_END
