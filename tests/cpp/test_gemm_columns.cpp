@@ -5,6 +5,7 @@
 #include <algorithm>
 #include <cmath>
 #include <initializer_list>
+#include <utility>
 #include <vector>
 
 #include "amx_sft_moe/amx_sft_moe.hpp"
@@ -120,6 +121,27 @@ TYPED_TEST(GemmColumns, TnIsExact) {
       for (index_t t = 0; t < e.k; ++t) sum += this->a(t, row) * this->b(t, col);
       return sum;
     });
+  }
+}
+
+// Where pairs are multiplied and K is odd, the last row has no partner: not itself either, 0 times infinity is NaN.
+TYPED_TEST(GemmColumns, AnInfinityInTheLastRowStaysOne) {
+  constexpr index_t kCols = 33, kAt = 5;
+  using Weight = typename TypeParam::Weight;
+  for (const index_t rows : {1, 8, 13}) {
+    for (const index_t k : {1, 3, 7, 35}) {
+      const std::array<gemm::NnTerm, 1> terms{{{this->rows_of_a(rows, k), this->rows_of_b(k, kCols), k}}};
+      Weight& last = this->b_[(k - 1) * this->b_stride_ + kAt];
+      const Weight before = std::exchange(last, from_float<Weight>(INFINITY));
+      for (index_t row = 0; row < rows; ++row) this->a_[row * this->kMostK + k - 1] = from_float<Weight>(1.0F);
+      const auto c = this->result(rows, kCols, [&](auto& thread, auto&& epilogue) {
+        gemm::gemm_nn<TypeParam>(thread, rows, kCols, terms, epilogue);
+      });
+      last = before;
+      for (index_t row = 0; row < rows; ++row) {
+        EXPECT_EQ(INFINITY, c[static_cast<std::size_t>(row * kCols + kAt)]) << rows << " x " << k;
+      }
+    }
   }
 }
 

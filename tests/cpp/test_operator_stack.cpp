@@ -291,7 +291,8 @@ TYPED_TEST(OperatorStack, CallersBuffersInAnyOrder) {
   expect_same_bits(step_alone<TypeParam>(batches[3]), on_stack);
 }
 
-// What is saved is what the documentation of SavedActivations says: g and u before the activation, scaled u's, the last one weighted.
+// What is saved is what the documentation of SavedActivations says: g and u before the activation, scaled u's, that of
+// down weighted.
 TYPED_TEST(OperatorStack, SavedValuesAreTheDocumentedOnes) {
   const Case c{"one_expert", 9, 1, 1, 33, 18, {5, 3, 2}};  // rows in the order of tokens
   const Problem problem = random_problem(c, kPlain, kWeightDType<TypeParam>);

@@ -33,6 +33,9 @@ AMX_SFT_MOE_INLINE AMX_SFT_MOE_TARGET_AVX2 void dot_line(__m256 (&sum)[Rows][Tok
 }
 
 struct InPlaceTiles {
+  using Element = float;
+  static constexpr index_t kLine = avx2::kLine;
+
   // 16 columns at a time: 2 Depth registers of B, 2 of C, 1 broadcast.
   template <std::size_t Rows, std::size_t Depth, class S>
   AMX_SFT_MOE_TARGET_AVX2 static void add_steps(InPlaceSteps<float, Rows, Depth, S> steps, index_t cols,
@@ -80,8 +83,6 @@ struct InPlaceTiles {
   }
 
   // X [tokens, k] -> [k / kLine][tokens][kLine], zeros behind k.
-  using Element = float;
-  static constexpr index_t kLine = avx2::kLine;
   template <class S>
   AMX_SFT_MOE_TARGET_AVX2 static void order(const float* x, index_t x_stride, index_t tokens, index_t k,
                                             float* to) {

@@ -44,7 +44,24 @@ AMX_SFT_MOE_INLINE AMX_SFT_MOE_TARGET_AVX512 void store_dots(const __m512 (&sum)
   }
 }
 
+// Asks for what follows a line of each row: near into L1, far into L2.
+template <std::size_t Rows, class S>
+AMX_SFT_MOE_INLINE AMX_SFT_MOE_TARGET_AVX512 void ask_ahead(const S* const* row, const S* const* far,
+                                                            index_t far_shift, index_t kk) {
+  constexpr index_t kCacheLine = 64 / static_cast<index_t>(sizeof(S));
+  for (index_t at = kk; at < kk + kLine; at += kCacheLine) {
+    AMX_SFT_MOE_UNROLL
+    for (std::size_t r = 0; r < Rows; ++r) {
+      _mm_prefetch(bytes_behind(row[r] + at, kNearBytes), _MM_HINT_T0);
+      _mm_prefetch(reinterpret_cast<const char*>(far[r] + (at >> far_shift)), _MM_HINT_T1);
+    }
+  }
+}
+
 struct InPlaceTiles {
+  using Element = float;
+  static constexpr index_t kLine = avx512::kLine;
+
   // 32 columns at a time: 2 Depth registers of B, 2 of C; a line of bf16 is 32 columns.
   template <std::size_t Rows, std::size_t Depth, class S>
   AMX_SFT_MOE_TARGET_AVX512 static void add_steps(InPlaceSteps<float, Rows, Depth, S> steps, index_t cols,
@@ -92,8 +109,6 @@ struct InPlaceTiles {
   }
 
   // X [tokens, k] -> [k / kLine][tokens][kLine] in the order of load_half<S>(), zeros behind k.
-  using Element = float;
-  static constexpr index_t kLine = avx512::kLine;
   template <class S>
   AMX_SFT_MOE_TARGET_AVX512 static void order(const float* x, index_t x_stride, index_t tokens, index_t k,
                                               float* to) {
@@ -113,7 +128,6 @@ struct InPlaceTiles {
   template <int Rows, int Tokens, class S>
   AMX_SFT_MOE_TARGET_AVX512 static void dot(const S* const* row, const S* const* far, index_t far_shift,
                                             const float* x, index_t k, const SumRows& c) {
-    constexpr index_t kCacheLine = 64 / static_cast<index_t>(sizeof(S));
     __m512 sum[std::size_t{Rows}][std::size_t{Tokens}];
     AMX_SFT_MOE_UNROLL
     for (int r = 0; r < Rows; ++r) {
@@ -122,13 +136,7 @@ struct InPlaceTiles {
     }
     index_t kk = 0;
     for (; kk + kLine <= k; kk += kLine, x += kLine * Tokens) {
-      for (index_t at = kk; at < kk + kLine; at += kCacheLine) {
-        AMX_SFT_MOE_UNROLL
-        for (int r = 0; r < Rows; ++r) {
-          _mm_prefetch(bytes_behind(row[r] + at, kNearBytes), _MM_HINT_T0);
-          _mm_prefetch(reinterpret_cast<const char*>(far[r] + (at >> far_shift)), _MM_HINT_T1);
-        }
-      }
+      ask_ahead<std::size_t{Rows}>(row, far, far_shift, kk);
       dot_line<true, 0>(sum, row, kk, kLine, x);
       dot_line<true, 1>(sum, row, kk, kLine, x);
     }

@@ -1,5 +1,5 @@
-// Register tiles of bf16 dot products for few tokens, see arch/in_place.hpp: VDPBF16PS with pairs of a row of W as they
-// lie, 32 elements an instruction.
+// Register tiles of bf16 products for few rows of A, see arch/in_place.hpp: VDPBF16PS with pairs of a row of W as they
+// lie, 32 elements an instruction, or with pairs of two rows of B.
 #pragma once
 
 #include "amx_sft_moe/arch/avx512/in_place.hpp"
@@ -72,6 +72,7 @@ AMX_SFT_MOE_INLINE AMX_SFT_MOE_TARGET_AVX512_BF16 void add_pairs(
 
 struct InPlacePairTiles {
   using Element = bf16;
+  static constexpr index_t kLine = avx512::kLine;
 
   template <std::size_t Rows, std::size_t Depth, class S>
   AMX_SFT_MOE_TARGET_AVX512_BF16 static void add_steps(InPlaceSteps<bf16, Rows, Depth, S> steps, index_t cols,
@@ -81,8 +82,6 @@ struct InPlacePairTiles {
     for (; j + 32 <= cols; j += 32) add_pairs<true>(steps, j, 32, there, c.data + j, c.stride);
     if (j < cols) add_pairs<false>(steps, j, cols - j, there, c.data + j, c.stride);
   }
-
-  static constexpr index_t kLine = avx512::kLine;
 
   // X [tokens, k] -> [k / kLine][tokens][kLine], zeros behind k.
   template <class S>
@@ -100,7 +99,6 @@ struct InPlacePairTiles {
   template <int Rows, int Tokens, class S>
   AMX_SFT_MOE_TARGET_AVX512_BF16 static void dot(const S* const* row, const S* const* far, index_t far_shift,
                                                  const bf16* x, index_t k, const SumRows& c) {
-    constexpr index_t kCacheLine = 64 / static_cast<index_t>(sizeof(S));
     __m512 sum[std::size_t{Rows}][std::size_t{Tokens}];
     AMX_SFT_MOE_UNROLL
     for (int r = 0; r < Rows; ++r) {
@@ -109,13 +107,7 @@ struct InPlacePairTiles {
     }
     index_t kk = 0;
     for (; kk + kLine <= k; kk += kLine, x += kLine * Tokens) {
-      for (index_t at = kk; at < kk + kLine; at += kCacheLine) {
-        AMX_SFT_MOE_UNROLL
-        for (int r = 0; r < Rows; ++r) {
-          _mm_prefetch(bytes_behind(row[r] + at, kNearBytes), _MM_HINT_T0);
-          _mm_prefetch(reinterpret_cast<const char*>(far[r] + (at >> far_shift)), _MM_HINT_T1);
-        }
-      }
+      ask_ahead<std::size_t{Rows}>(row, far, far_shift, kk);
       dot_pairs<true>(sum, row, kk, kLine, x);
     }
     if (kk < k) dot_pairs<false>(sum, row, kk, k - kk, x);
