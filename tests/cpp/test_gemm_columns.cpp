@@ -65,8 +65,8 @@ class GemmColumns : public testing::Test {
     }
   }
 
-  static constexpr index_t kMostRows = 270, kMostK = 530;
-  static constexpr index_t kMostOfB = 240 * 2053;  // more than 40 x 6203 and 530 x 100
+  static constexpr index_t kMostRows = 530, kMostK = 530;
+  static constexpr index_t kMostOfB = 240 * 2053;  // more than 40 x 6203 and 530 x 203
   index_t b_stride_ = 0;                           // of the product at hand
   AlignedBuffer<W> a_, b_;
   gemm::Scratch scratch_;
@@ -77,7 +77,8 @@ using Kernels =
                    kernels::Avx512<float>, kernels::Avx512<bf16>, kernels::Avx512Bf16, kernels::AmxBf16>;
 TYPED_TEST_SUITE(GemmColumns, Kernels);
 
-// `deep`: steps along K of strips of few rows and of many, one or more deep, and a rest.
+// `deep`: steps along K of one strip or more, and a rest. 97 columns are one whole strip and a part of one; 128 and 200
+// have whole ones that follow, which are made while the one before is multiplied.
 std::vector<Extents> all_extents(std::initializer_list<index_t> deep) {
   std::vector<Extents> all;
   for (const index_t rows : {1, 2, 3, 4, 5, 6, 7, 8, 9, 13, 33}) {
@@ -86,7 +87,9 @@ std::vector<Extents> all_extents(std::initializer_list<index_t> deep) {
     }
   }
   for (const index_t rows : {1, 13, 49}) {
-    for (const index_t k : deep) all.push_back({rows, k, 97});
+    for (const index_t k : deep) {
+      for (const index_t cols : {97, 128, 200}) all.push_back({rows, k, cols});
+    }
   }
   // Wider than what of C stays in L1: by a few columns for one row, many times for eight.
   for (const index_t rows : {1, 8, 9}) all.push_back({rows, 35, 6200});
@@ -94,7 +97,7 @@ std::vector<Extents> all_extents(std::initializer_list<index_t> deep) {
 }
 
 TYPED_TEST(GemmColumns, NnIsExact) {
-  for (const Extents& e : all_extents({129, 257, 530})) {
+  for (const Extents& e : all_extents({129, 257, 355, 356, 530})) {
     const std::array<gemm::NnTerm, 1> terms{
         {{this->rows_of_a(e.rows, e.k), this->rows_of_b(e.k, e.cols), e.k}}};
     const auto c = this->result(e.rows, e.cols, [&](auto& thread, auto&& epilogue) {
@@ -109,7 +112,7 @@ TYPED_TEST(GemmColumns, NnIsExact) {
 }
 
 TYPED_TEST(GemmColumns, TnIsExact) {
-  for (const Extents& e : all_extents({129, 257, 270})) {
+  for (const Extents& e : all_extents({129, 257, 355, 356, 530})) {
     // e.rows columns of A's memory, e.k of its rows.
     const arch::RowSource<typename TypeParam::Weight> factor{this->a_.data(), this->kMostK, 1, nullptr};
     const auto c = this->result(e.rows, e.cols, [&](auto& thread, auto&& epilogue) {

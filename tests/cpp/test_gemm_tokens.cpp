@@ -14,7 +14,7 @@ namespace {
 
 using namespace amx_sft_moe;  // NOLINT(google-build-using-namespace)
 
-constexpr index_t kOut = 100;
+constexpr index_t kOut = 200;  // whole strips, and a part of one
 
 template <class Kernel>
 class GemmTokens : public testing::Test {
@@ -62,9 +62,10 @@ class GemmTokens : public testing::Test {
     return static_cast<float>(sum);
   }
 
-  // One strip that is not full; more than one of whatever depth, and a rest.
-  static constexpr index_t kIns[] = {77, 531};
-  static constexpr index_t kMostTokens = 70, kMostIn = 531;
+  // One strip that is not full; more than one of whatever depth, and a rest, which is made while the one before is
+  // multiplied where that can be (592), or not (531).
+  static constexpr index_t kIns[] = {77, 531, 592};
+  static constexpr index_t kMostTokens = 70, kMostIn = 592;
   AlignedBuffer<W> weights_;
   AlignedBuffer<float> x_;
   gemm::Scratch scratch_;

@@ -14,12 +14,14 @@ namespace arch {
 // so few row pointers that none is spilled: with 12 rows x 32 columns the compiler kept four of them in vector
 // registers, whose moves compete with the arithmetic.
 inline constexpr index_t kStripCols = 64;
-// Elements of a strip along K: the deeper, the less often C passes through registers. What one register tile reads of it
-// is 16 KiB, half of the smallest L1, where tiles are 16 columns wide (fp32) or multiply bf16; 32 KiB for tiles of 64
-// columns in fp32, for which C's passes cost more than lines of the strip that come from L2 (benchmarks/LOG.md, "Strips
-// of AVX512").
-inline constexpr index_t kWideStripDepth = 128;
-inline constexpr index_t kNarrowStripDepth = 256;
+// Elements of a strip along K: the deeper, the less often C passes through registers. Of rows of B 4 KiB apart, no more
+// than 256 lines at the same place of a page find room in the 8 ways of an L2. Two strips, the one that is multiplied and
+// the one that is made meanwhile, are 64 or 128 KiB: tiles as wide as a strip read it from L2, at no more than 11 bytes a
+// cycle; of narrower ones, each reads 16 KiB that stay in L1 (benchmarks/LOG.md, "Strips made ahead").
+inline constexpr index_t kStripDepth = 256;
+// From here on a strip is made while the one before is multiplied. Products of shallower ones, of gemm_tn, are over before
+// memory that was asked for one strip ahead has come.
+inline constexpr index_t kAheadDepth = 64;
 
 // Products in place (arch/in_place.hpp). They are as fast as memory delivers, so it is asked twice. Far ahead into L2: a
 // core waits for some ten to sixteen lines at a time on their way to L1, for 48 on their way to L2. Then near, into L1.

@@ -23,6 +23,7 @@ struct BytesAhead {
 // `units` spread evenly over `turns`: after t of them units * t / turns, rounded down, were due.
 class Pace {
  public:
+  Pace() = default;
   Pace(index_t units, index_t turns) : units_(units), turns_(turns) {}
 
   // Units that are due in this turn.
@@ -33,8 +34,8 @@ class Pace {
   }
 
  private:
-  index_t units_;
-  index_t turns_;
+  index_t units_ = 0;
+  index_t turns_ = 1;
   index_t credit_ = 0;
 };
 
@@ -43,8 +44,9 @@ class Pace {
 // together anyway.
 class PacedPrefetch {
  public:
-  PacedPrefetch(const BytesAhead& ahead, index_t turns)
-      : ahead_(ahead), pace_(ahead.rows * ceil_div(ahead.row_bytes, kPairBytes), turns) {}
+  explicit PacedPrefetch(const BytesAhead& ahead) : ahead_(ahead) {}
+
+  void spread(index_t turns) { pace_ = Pace(ahead_.rows * ceil_div(ahead_.row_bytes, kPairBytes), turns); }
 
   AMX_SFT_MOE_INLINE void turn() {
     for (index_t due = pace_.turn(); due > 0; --due) ask();

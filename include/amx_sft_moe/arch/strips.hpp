@@ -3,8 +3,8 @@
 //
 //     strip, float: [64 / kCols][K][kCols]          strip, bf16: [64 / kCols][K / 2][kCols][2]
 //
-// What microkernels over strips share: how rows are cut into register tiles, and how the memory that is read
-// next is asked for meanwhile.
+// What microkernels over strips share: how rows are cut into register tiles, and what is done meanwhile: the strip that is
+// next is made (arch/strip_ahead.hpp), or its memory asked for (PacedPrefetch).
 #pragma once
 
 #include <utility>
@@ -17,45 +17,50 @@ AMX_SFT_MOE_NAMESPACE_BEGIN
 namespace arch {
 
 // Micro has, with its own target attribute, for 1 <= R <= Rows and 1 <= P <= Panels:
-//   template <int R, int P>
-//   static void tile(const E* a, index_t a_stride, const E* strip, index_t steps, const SumRows& c,
-//                    PacedPrefetch& ahead);
+//   template <int R, int P, class Ahead>
+//   static void tile(const E* a, index_t a_stride, const E* strip, index_t steps, const SumRows& c, Ahead& ahead);
 // which adds to C [R, 16 P] the products of `steps` pairings (arch/operands.hpp) along K, and before every StepsATurn
 // of them, or the rest, has ahead.turn().
-template <class Micro, class E, int Rows, int Panels, index_t Depth, index_t StepsATurn>
+template <class Micro, class E, int Rows, int Panels, index_t StepsATurn>
 struct StripTiles {
   using Element = E;
   static constexpr index_t kCols = Panels * kPanelCols;
   static_assert(kStripCols % kCols == 0);
-  static constexpr index_t kStripDepth = Depth;  // elements along K
   static constexpr index_t kStepsATurn = StepsATurn;
   static constexpr index_t kKUnit = kPairing<E>;  // A and strips are padded with zeros to multiples of it
   static constexpr bool kStrips = true;
   struct Session {};  // nothing to keep per thread
 
-  // C [rows, cols] += A [rows, k] x strip; k a multiple of kKUnit.
+  // C [rows, cols] += A [rows, k] x strip; k a multiple of kKUnit. Ahead: PacedPrefetch, or where cols are all of a
+  // strip's, what makes another one.
+  template <class Ahead>
   static void multiply(const E* a, index_t a_stride, index_t rows, const E* strip, index_t k, index_t cols,
-                       const SumRows& c, const BytesAhead& ahead) {
+                       const SumRows& c, Ahead ahead) {
     const index_t tiles = ceil_div(rows, index_t{Rows});
     const index_t height = ceil_div(rows, tiles);  // equal: a last tile of few rows would not hide the latency
     const index_t steps = k / kKUnit;
-    PacedPrefetch paced(ahead, tiles * ceil_div(cols, kCols) * ceil_div(steps, kStepsATurn));
+    ahead.spread(tiles * ceil_div(cols, kCols) * ceil_div(steps, kStepsATurn));
     for (index_t j = 0; j < cols; j += kCols) {
       const index_t panels = cols - j < kCols ? ceil_div(cols - j, kPanelCols) : Panels;
       for (index_t i = 0; i < rows; i += height) {
         const index_t here = rows - i < height ? rows - i : height;
-        tile_of(here, panels)(a + i * a_stride, a_stride, strip + j * k, steps, c.from(i, j), paced);
+        tile_of<Ahead>(here, panels)(a + i * a_stride, a_stride, strip + j * k, steps, c.from(i, j), ahead);
       }
     }
   }
 
  private:
-  using Tile = void (*)(const E*, index_t, const E*, index_t, const SumRows&, PacedPrefetch&);
-  static Tile tile_of(index_t rows, index_t panels) {
+  template <class Ahead>
+  using Tile = void (*)(const E*, index_t, const E*, index_t, const SumRows&, Ahead&);
+  template <class Ahead>
+  static Tile<Ahead> tile_of(index_t rows, index_t panels) {
+    constexpr int kNarrowest = std::is_same_v<Ahead, PacedPrefetch> ? 1 : Panels;
+    constexpr int kWidths = Panels - kNarrowest + 1;
     return []<int... N>(index_t n, std::integer_sequence<int, N...>) {
-      constexpr Tile kTiles[] = {&Micro::template tile<N / Panels + 1, N % Panels + 1>...};
+      constexpr Tile<Ahead> kTiles[] = {
+          &Micro::template tile<N / kWidths + 1, N % kWidths + kNarrowest, Ahead>...};
       return kTiles[n];
-    }((rows - 1) * Panels + panels - 1, std::make_integer_sequence<int, Rows * Panels>{});
+    }((rows - 1) * kWidths + panels - kNarrowest, std::make_integer_sequence<int, Rows * kWidths>{});
   }
 };
 

@@ -7,8 +7,8 @@
 //         pack it from rows of B                         pack it from rows of B, transposing
 //         C += A's block x strip                         C += A's block x strip
 //
-// While a strip is multiplied, the memory of those that follow is on its way. An element of C is one chain of products
-// along K whatever the block sizes: the same bits.
+// While a strip is multiplied the next is made where the kernel can (arch/strip_ahead.hpp), and the memory of those that
+// follow is on its way. An element of C is one chain of products along K whatever the block sizes: the same bits.
 #pragma once
 
 #include <algorithm>
@@ -88,12 +88,57 @@ arch::BytesAhead blocks_ahead(const arch::RowSource<S>& source, const Extent& al
   return ahead;
 }
 
+// What makes a strip from rows, or columns, of S while another is multiplied; void where the kernel has nothing that does.
+template <class Micro, class S>
+struct AheadOf {
+  using Rows = void;
+  using Columns = void;
+};
+template <class Micro, class S>
+  requires requires { typename Micro::template RowsAhead<S>; }
+struct AheadOf<Micro, S> {
+  using Rows = typename Micro::template RowsAhead<S>;
+  using Columns = typename Micro::template ColumnsAhead<S>;
+};
+
+// The strips of a product, one after the other: the one that is multiplied, and room for the next.
+template <class Kernel>
+class Strips {
+  using Micro = typename Kernel::Microkernel;
+  using E = typename Kernel::Compute;
+  static constexpr index_t kElements = arch::kStripDepth * arch::kStripCols;
+
+ public:
+  explicit Strips(Scratch& scratch)
+      : strip_(scratch.b_panels.template as<E>(2 * kElements)), next_(strip_ + kElements) {}
+
+  // C [rows, cols] += A [rows, k] x the next strip: make(strip) if it has not been made meanwhile.
+  template <class Ahead, class Make>
+  void multiply(const E* a, index_t a_stride, index_t rows, index_t k, index_t cols, const arch::SumRows& c,
+                const arch::BytesAhead& ahead, Make&& make) {
+    if (!made_) make(strip_);
+    const index_t padded = round_up(k, Micro::kKUnit);
+    if constexpr (!std::is_void_v<Ahead>) {
+      made_ = cols == arch::kStripCols && Ahead::fits(ahead);
+      if (made_) {
+        Micro::multiply(a, a_stride, rows, strip_, padded, cols, c, Ahead(ahead, next_));
+        return std::swap(strip_, next_);
+      }
+    }
+    Micro::multiply(a, a_stride, rows, strip_, padded, cols, c, arch::PacedPrefetch(ahead));
+  }
+
+ private:
+  E* strip_;
+  E* next_;
+  bool made_ = false;
+};
+
 // C [rows, cols] += A [rows, k] x B [k, cols].
 template <class Kernel>
 void multiply_rows(Scratch& scratch, const AnyRows& a, index_t rows, const AnyRows& b, index_t k, index_t cols,
                    const arch::SumRows& c) {
   using Micro = typename Kernel::Microkernel;
-  using E = typename Kernel::Compute;
   if constexpr (SumsInPlace<Kernel>) {
     if (Micro::in_place(k, rows)) {
       const auto a_rows = strip_rows<Kernel>(scratch, a, rows, k);
@@ -102,19 +147,19 @@ void multiply_rows(Scratch& scratch, const AnyRows& a, index_t rows, const AnyRo
       });
     }
   }
-  constexpr index_t kDepth = Micro::kStripDepth;
-  E* strip = scratch.b_panels.template as<E>(kDepth * arch::kStripCols);
-  for (index_t kk = 0; kk < k; kk += kDepth) {
-    const index_t here = std::min(kDepth, k - kk);
+  Strips<Kernel> strips(scratch);
+  for (index_t kk = 0; kk < k; kk += arch::kStripDepth) {
+    const index_t here = std::min(arch::kStripDepth, k - kk);
     const auto a_block = strip_rows<Kernel>(scratch, a.from(0, kk), rows, here);
     const index_t left = b.col_stride() == 1 ? k - kk : here;  // a copy is of one block
-    with_adjacent_rows<Kernel>(scratch, b.from(kk, 0), here, cols, [&](const auto& source) {
+    const auto block = b.from(kk, 0);
+    with_adjacent_rows<Kernel>(scratch, block, here, cols, [&]<class S>(const arch::RowSource<S>& source) {
       for (index_t j = 0; j < cols; j += arch::kStripCols) {
         const index_t wide = std::min(arch::kStripCols, cols - j);
-        Micro::strip_of_rows(source.from_column(j), here, wide, strip);
-        Micro::multiply(a_block.data, a_block.row_stride, rows, strip, round_up(here, Micro::kKUnit), wide,
-                        c.after(kk).from(0, j),
-                        blocks_ahead(source, {left, cols}, {here, arch::kStripCols}, 0, j));
+        strips.template multiply<typename AheadOf<Micro, S>::Rows>(
+            a_block.data, a_block.row_stride, rows, here, wide, c.after(kk).from(0, j),
+            blocks_ahead(source, {left, cols}, {here, arch::kStripCols}, 0, j),
+            [&](auto* strip) { Micro::strip_of_rows(source.from_column(j), here, wide, strip); });
       }
     });
   }
@@ -137,17 +182,17 @@ void multiply_columns(Scratch& scratch, const typename Kernel::Compute* x, index
       });
     }
   }
-  constexpr index_t kDepth = Micro::kStripDepth;
-  E* strip = scratch.b_panels.template as<E>(kDepth * arch::kStripCols);
-  with_adjacent_rows<Kernel>(scratch, w, out, k, [&](const auto& source) {
+  Strips<Kernel> strips(scratch);
+  with_adjacent_rows<Kernel>(scratch, w, out, k, [&]<class S>(const arch::RowSource<S>& source) {
     for (index_t i = 0; i < out; i += arch::kStripCols) {
       const index_t wide = std::min(arch::kStripCols, out - i);
-      for (index_t kk = 0; kk < k; kk += kDepth) {
-        const index_t here = std::min(kDepth, k - kk);
-        Micro::strip_of_columns(source.from_row(i).from_column(kk), wide, here, strip);
-        Micro::multiply(x + kk, x_stride, tokens, strip, round_up(here, Micro::kKUnit), wide,
-                        c.after(kk).from(0, i),
-                        blocks_ahead(source, {out, k}, {arch::kStripCols, kDepth}, i, kk));
+      for (index_t kk = 0; kk < k; kk += arch::kStripDepth) {
+        const index_t here = std::min(arch::kStripDepth, k - kk);
+        strips.template multiply<typename AheadOf<Micro, S>::Columns>(
+            x + kk, x_stride, tokens, here, wide, c.after(kk).from(0, i),
+            blocks_ahead(source, {out, k}, {arch::kStripCols, arch::kStripDepth}, i, kk), [&](auto* strip) {
+              Micro::strip_of_columns(source.from_row(i).from_column(kk), wide, here, strip);
+            });
       }
     }
   });

@@ -12,7 +12,7 @@ namespace arch {
 // would ask for 7, but panels are 16 wide. A step is 20 instructions, and where another hyperthread takes every second
 // turn of the front end, 18 (of 6 a cycle) are all that 6 cycles have: so nothing but products between two turns of the
 // prefetch, and four steps to a jump. In place: dot products of 3 rows x 4 tokens, 12 accumulators.
-struct Avx2Microkernel : StripTiles<Avx2Microkernel, float, 6, 1, kNarrowStripDepth, 16>,
+struct Avx2Microkernel : StripTiles<Avx2Microkernel, float, 6, 1, 16>,
                          InPlaceSums<avx2::InPlaceTiles, 8>,
                          InPlaceDots<avx2::InPlaceTiles, 8, 3, 4> {
   static_assert(kCols == kPanelCols);  // a strip's blocks are panels, for what packs it
@@ -25,9 +25,9 @@ struct Avx2Microkernel : StripTiles<Avx2Microkernel, float, 6, 1, kNarrowStripDe
     avx2::strip_of_columns(src, cols, k, strip);
   }
 
-  template <int Rows, int Panels>
+  template <int Rows, int Panels, class Ahead>
   AMX_SFT_MOE_TARGET_AVX2 static void tile(const float* a, index_t a_stride, const float* strip, index_t steps,
-                                           const SumRows& c, PacedPrefetch& ahead) {
+                                           const SumRows& c, Ahead& ahead) {
     const __m256i there = avx2::lanes_there(c);
     __m256 sum[std::size_t{Rows}][2];
     AMX_SFT_MOE_UNROLL

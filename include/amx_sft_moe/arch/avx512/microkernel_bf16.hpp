@@ -4,7 +4,7 @@
 #include <cstring>
 
 #include "amx_sft_moe/arch/avx512/in_place_bf16.hpp"
-#include "amx_sft_moe/arch/avx512/pack_strip.hpp"
+#include "amx_sft_moe/arch/avx512/strip_ahead.hpp"
 
 AMX_SFT_MOE_NAMESPACE_BEGIN
 namespace arch {
@@ -13,10 +13,14 @@ namespace arch {
 // products, each broadcast 4. Latency times rate is 8 to 12: 12 accumulators would do.
 // In place: dot products of 4 rows x 6 tokens, 24 accumulators, 4 registers of W, 1 of x; no pair is transposed, which
 // a strip of few tokens takes as long for as for its products.
-struct Avx512Bf16Microkernel : StripTiles<Avx512Bf16Microkernel, bf16, 6, 4, kWideStripDepth, 4>,
+struct Avx512Bf16Microkernel : StripTiles<Avx512Bf16Microkernel, bf16, 6, 4, 4>,
                                InPlaceSums<avx512::InPlacePairTiles, 8>,
                                InPlaceDots<avx512::InPlacePairTiles, 48, 4, 6> {
   static_assert(kCols == kStripCols);  // a strip is one block, for what packs it
+  template <class S>
+  using RowsAhead = avx512::RowsAhead<S, bf16>;
+  template <class S>
+  using ColumnsAhead = avx512::ColumnsAhead<S, bf16>;
   template <class S>
   static void strip_of_rows(const RowSource<S>& src, index_t k, index_t cols, bf16* strip) {
     avx512::strip_of_rows(src, k, cols, strip);
@@ -26,9 +30,9 @@ struct Avx512Bf16Microkernel : StripTiles<Avx512Bf16Microkernel, bf16, 6, 4, kWi
     avx512::strip_of_columns(src, cols, k, strip);
   }
 
-  template <int Rows, int Panels>
+  template <int Rows, int Panels, class Ahead>
   AMX_SFT_MOE_TARGET_AVX512_BF16 static void tile(const bf16* a, index_t a_stride, const bf16* strip,
-                                                  index_t steps, const SumRows& c, PacedPrefetch& ahead) {
+                                                  index_t steps, const SumRows& c, Ahead& ahead) {
     const __mmask16 there = avx512::lanes_there(c);
     __m512 sum[std::size_t{Rows}][std::size_t{Panels}];
     AMX_SFT_MOE_UNROLL

@@ -2,7 +2,7 @@
 #pragma once
 
 #include "amx_sft_moe/arch/avx512/in_place.hpp"
-#include "amx_sft_moe/arch/avx512/pack_strip.hpp"
+#include "amx_sft_moe/arch/avx512/strip_ahead.hpp"
 
 AMX_SFT_MOE_NAMESPACE_BEGIN
 namespace arch {
@@ -10,10 +10,14 @@ namespace arch {
 // 6 rows x 64 columns: 24 accumulators, 4 registers of B, 1 broadcast of the 32 zmm. Each loaded line of B serves 6
 // products, each broadcast 4. Latency times rate is 8: 12 accumulators would do.
 // In place: dot products of 3 rows x 8 tokens, 24 accumulators, 3 registers of W, 1 of x.
-struct Avx512Microkernel : StripTiles<Avx512Microkernel, float, 6, 4, kWideStripDepth, 4>,
+struct Avx512Microkernel : StripTiles<Avx512Microkernel, float, 6, 4, 4>,
                            InPlaceSums<avx512::InPlaceTiles, 8>,
                            InPlaceDots<avx512::InPlaceTiles, 12, 3, 8> {
   static_assert(kCols == kStripCols);  // a strip is one block, for what packs it
+  template <class S>
+  using RowsAhead = avx512::RowsAhead<S, float>;
+  template <class S>
+  using ColumnsAhead = avx512::ColumnsAhead<S, float>;
   template <class S>
   static void strip_of_rows(const RowSource<S>& src, index_t k, index_t cols, float* strip) {
     avx512::strip_of_rows(src, k, cols, strip);
@@ -23,9 +27,9 @@ struct Avx512Microkernel : StripTiles<Avx512Microkernel, float, 6, 4, kWideStrip
     avx512::strip_of_columns(src, cols, k, strip);
   }
 
-  template <int Rows, int Panels>
+  template <int Rows, int Panels, class Ahead>
   AMX_SFT_MOE_TARGET_AVX512 static void tile(const float* a, index_t a_stride, const float* strip,
-                                             index_t steps, const SumRows& c, PacedPrefetch& ahead) {
+                                             index_t steps, const SumRows& c, Ahead& ahead) {
     const __mmask16 there = avx512::lanes_there(c);
     __m512 sum[std::size_t{Rows}][std::size_t{Panels}];
     AMX_SFT_MOE_UNROLL

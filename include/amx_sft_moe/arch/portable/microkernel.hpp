@@ -11,7 +11,7 @@ namespace arch {
 
 // 4 x 8 accumulators are 8 of the 16 xmm registers; 2 hold B and 1 the broadcast element of A, and mul + add
 // (there is no FMA in SSE2) needs one more. 6 x 8 spills with GCC 12. So a panel is two products of 8 columns.
-struct PortableMicrokernel : StripTiles<PortableMicrokernel, float, 4, 1, kNarrowStripDepth, 16> {
+struct PortableMicrokernel : StripTiles<PortableMicrokernel, float, 4, 1, 16> {
   // src [k, cols], columns adjacent -> strip, whole panels of it.
   template <class S>
   static void strip_of_rows(const RowSource<S>& src, index_t k, index_t cols, float* strip) {
@@ -35,9 +35,9 @@ struct PortableMicrokernel : StripTiles<PortableMicrokernel, float, 4, 1, kNarro
     }
   }
 
-  template <int Rows, int Panels>
+  template <int Rows, int Panels, class Ahead>
   static void tile(const float* a, index_t a_stride, const float* strip, index_t steps, const SumRows& c,
-                   PacedPrefetch& ahead) {
+                   Ahead& ahead) {
     half<Rows>(a, a_stride, strip, steps, c, [&] { ahead.turn(); });
     half<Rows>(a, a_stride, strip + 8, steps, c.from(0, 8), [] {});
   }
