@@ -29,7 +29,7 @@ WHEEL_PYTHONS ?= $(PYTHON)
 .NOTPARALLEL:
 
 .PHONY: finetune test test-cpp test-python test-full test-hypothesis peft-versions asan tsan fuzz matrix qemu lint types tidy tidy-examples coverage \
-  mutation bench wheel clean help
+  mutation bench bench-builds wheel clean help
 
 help:
 	@echo "make finetune    LoRA fine-tuning of a small MoE language model on real text, offline"
@@ -70,7 +70,7 @@ test-python: test-cpp $(VENV)/installed
 # What has passed on some machine shall have passed by all compilers and on all CPUs: matrix and qemu, which go on
 # without what could not be installed, fail instead.
 test-full: REQUIRE_ALL := 1
-test-full: test lint tidy tidy-examples matrix qemu asan tsan fuzz test-hypothesis peft-versions
+test-full: test bench-builds lint tidy tidy-examples matrix qemu asan tsan fuzz test-hypothesis peft-versions
 
 # 0.19.1 loads adapters of fused experts with the transformers of its day only.
 peft-versions: $(VENV)/installed
@@ -167,6 +167,11 @@ bench: $(VENV)/tools
 	$(BIN)/cmake --build $(BUILD) -j $(JOBS) --target bench_gemm bench_step
 	$(BUILD)/benchmarks/bench_gemm
 	$(BUILD)/benchmarks/bench_step
+
+# What no test needs, so that `make test` does not compile it.
+bench-builds: $(VENV)/tools
+	$(BIN)/cmake -S . -B $(BUILD) -G Ninja -DAMX_SFT_MOE_NVTX_INCLUDE="$(NVTX_INCLUDE)"
+	$(BIN)/cmake --build $(BUILD) -j $(JOBS) --target recorder_cost bench_forms
 
 lint: $(VENV)/tools types
 	$(BIN)/ruff check python tests benchmarks examples

@@ -77,7 +77,7 @@ using Kernels =
                    kernels::Avx512<float>, kernels::Avx512<bf16>, kernels::Avx512Bf16, kernels::AmxBf16>;
 TYPED_TEST_SUITE(GemmColumns, Kernels);
 
-// `deep`: steps along K of one strip or more, and a rest. 97 columns are one whole strip and a part of one; 128 and 200
+// `deep`: steps along K of a strip that is not full, of one or more and a rest. 97 columns are one whole strip and a part of one; 128 and 200
 // have whole ones that follow, which are made while the one before is multiplied.
 std::vector<Extents> all_extents(std::initializer_list<index_t> deep) {
   std::vector<Extents> all;
@@ -122,6 +122,65 @@ TYPED_TEST(GemmColumns, TnIsExact) {
     this->expect_exact(c, e, [&](index_t row, index_t col) {
       float sum = 0;
       for (index_t t = 0; t < e.k; ++t) sum += this->a(t, row) * this->b(t, col);
+      return sum;
+    });
+  }
+}
+
+// Several whole strips, of 256 steps along K and fewer.
+constexpr Extents kSeveralStrips[] = {{13, 129, 200}, {13, 356, 128}, {49, 530, 200}};
+
+// B's rows as an index has them, here from the last to the first: an expert's tokens.
+TYPED_TEST(GemmColumns, RowsOfBMayBeGathered) {
+  for (const Extents& e : kSeveralStrips) {
+    std::vector<std::int32_t> index(static_cast<std::size_t>(e.k));
+    for (index_t t = 0; t < e.k; ++t)
+      index[static_cast<std::size_t>(t)] = static_cast<std::int32_t>(e.k - 1 - t);
+    const gemm::AnyRows rows = gemm::AnyRows(this->rows_of_b(e.k, e.cols)).gathered(index.data());
+    const arch::RowSource<typename TypeParam::Weight> factor{this->a_.data(), this->kMostK, 1, nullptr};
+    const auto c = this->result(e.rows, e.cols, [&](auto& thread, auto&& epilogue) {
+      const auto b = gemm::pack_tokens<TypeParam>(thread, rows, e.k, e.cols);
+      gemm::gemm_tn<TypeParam>(thread, e.rows, std::array<gemm::Factor, 1>{{{factor, nullptr}}}, b, epilogue);
+    });
+    this->expect_exact(c, e, [&](index_t row, index_t col) {
+      float sum = 0;
+      for (index_t t = 0; t < e.k; ++t) sum += this->a(t, row) * this->b(e.k - 1 - t, col);
+      return sum;
+    });
+  }
+}
+
+// B^T in memory: strips are made from a copy.
+TYPED_TEST(GemmColumns, ColumnsOfBMayBeStrided) {
+  for (const Extents& e : kSeveralStrips) {
+    const index_t stride = e.k + 3;
+    const arch::RowSource<typename TypeParam::Weight> b{this->b_.data(), 1, stride, nullptr};
+    const std::array<gemm::NnTerm, 1> terms{{{this->rows_of_a(e.rows, e.k), b, e.k}}};
+    const auto c = this->result(e.rows, e.cols, [&](auto& thread, auto&& epilogue) {
+      gemm::gemm_nn<TypeParam>(thread, e.rows, e.cols, terms, epilogue);
+    });
+    this->expect_exact(c, e, [&](index_t row, index_t col) {
+      float sum = 0;
+      for (index_t k = 0; k < e.k; ++k) sum += this->a(row, k) * to_float(this->b_[col * stride + k]);
+      return sum;
+    });
+  }
+}
+
+// Rounded on their way where products are of bf16, here to themselves.
+TYPED_TEST(GemmColumns, BMayBeFp32) {
+  for (const Extents& e : kSeveralStrips) {
+    std::vector<float> values(static_cast<std::size_t>(e.k * e.cols));
+    for (std::size_t i = 0; i < values.size(); ++i) values[i] = to_float(this->b_[static_cast<index_t>(i)]);
+    this->b_stride_ = e.cols;
+    const arch::RowSource<float> b{values.data(), e.cols, 1, nullptr};
+    const std::array<gemm::NnTerm, 1> terms{{{this->rows_of_a(e.rows, e.k), b, e.k}}};
+    const auto c = this->result(e.rows, e.cols, [&](auto& thread, auto&& epilogue) {
+      gemm::gemm_nn<TypeParam>(thread, e.rows, e.cols, terms, epilogue);
+    });
+    this->expect_exact(c, e, [&](index_t row, index_t col) {
+      float sum = 0;
+      for (index_t k = 0; k < e.k; ++k) sum += this->a(row, k) * this->b(k, col);
       return sum;
     });
   }

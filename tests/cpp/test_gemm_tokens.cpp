@@ -3,6 +3,7 @@
 #include <gtest/gtest.h>
 
 #include <algorithm>
+#include <array>
 #include <cmath>
 #include <cstring>
 #include <numeric>
@@ -34,14 +35,17 @@ class GemmTokens : public testing::Test {
 
   // Rows [first, first + tokens) of x W^T, of an expert with all_tokens; K = in.
   std::vector<float> product(index_t in, index_t first, index_t tokens, index_t all_tokens) {
+    return product(MatrixView<const W>{weights_.data(), kOut, in, kMostIn}, in, first, tokens, all_tokens);
+  }
+  std::vector<float> product(const gemm::AnyRows& weights, index_t in, index_t first, index_t tokens,
+                             index_t all_tokens) {
     const index_t stride = gemm::token_stride<Kernel>(in) * arch::kPanelCols;
     AlignedBuffer<E> packed(ceil_div(tokens, arch::kPanelCols) * stride);
     // What lies behind a token's K must not be used, not even times zero.
     std::fill_n(packed.data(), packed.capacity(), from_float<E>(std::nanf("")));
     const MatrixView<const float> x{x_.data() + first * kMostIn, tokens, in, kMostIn};
     gemm::pack_operand<Kernel>(x, tokens, in, {packed.data(), stride});
-    const MatrixView<const W> weights{weights_.data(), kOut, in, kMostIn};
-    const std::array<gemm::Term<E>, 1> terms{{{gemm::AnyRows(weights), in, {packed.data(), stride}}}};
+    const std::array<gemm::Term<E>, 1> terms{{{weights, in, {packed.data(), stride}}}};
     const std::array<std::span<const gemm::Term<E>>, 1> outputs{{terms}};
     std::vector<float> y(static_cast<std::size_t>(tokens * kOut), std::nanf(""));
     gemm::ThreadContext<Kernel> thread(scratch_);
@@ -64,7 +68,7 @@ class GemmTokens : public testing::Test {
 
   // One strip that is not full; more than one of whatever depth, and a rest, which is made while the one before is
   // multiplied where that can be (592), or not (531).
-  static constexpr index_t kIns[] = {77, 531, 592};
+  static constexpr std::array<index_t, 3> kIns{77, 531, 592};
   static constexpr index_t kMostTokens = 70, kMostIn = 592;
   AlignedBuffer<W> weights_;
   AlignedBuffer<float> x_;
@@ -98,6 +102,21 @@ TYPED_TEST(GemmTokens, EveryNumberOfTokensIsExact) {
         }
       }
     }
+  }
+}
+
+// W^T in memory.
+TYPED_TEST(GemmTokens, WeightsMayBeStrided) {
+  using Weight = typename TypeParam::Weight;
+  constexpr index_t kIn = 592;
+  AlignedBuffer<Weight> transposed(kIn * kOut);
+  for (index_t o = 0; o < kOut; ++o) {
+    for (index_t k = 0; k < kIn; ++k) transposed[k * kOut + o] = this->weights_[o * this->kMostIn + k];
+  }
+  const arch::RowSource<Weight> weights{transposed.data(), 1, kOut, nullptr};
+  for (const index_t tokens : {1, 13, 70}) {
+    const std::vector<float> y = this->product(weights, kIn, 0, tokens, tokens);
+    EXPECT_EQ(this->product(kIn, 0, tokens, tokens), y) << tokens << " tokens";
   }
 }
 

@@ -33,14 +33,17 @@ PARTS = {
         12,
         ("arch/*.hpp",),
         (("portable_bf16", "avx2_bf16"), ("avx512_bf16",), _TILES),
-        ("test_paced_prefetch",),
+        ("test_gemm_columns", "test_gemm_tokens", "test_paced_prefetch"),
     ),
     "arch/portable": Part(  # where operands are strided
         14, ("arch/portable/*.hpp",), (("portable_bf16", "portable_fp32"), _TILES)
     ),
     "arch/avx2": Part(14, ("arch/avx2/*.hpp",), (("avx2_bf16", "avx2_fp32"),)),
     "arch/avx512": Part(  # the tiles' rows are packed there
-        24, ("arch/avx512/*.hpp",), (("avx512_bf16", "avx512_bf16_bf16"), _TILES)
+        24,
+        ("arch/avx512/*.hpp",),
+        (("avx512_bf16", "avx512_bf16_bf16"), _TILES),
+        ("test_gemm_columns", "test_gemm_tokens"),
     ),
     "arch/amx": Part(12, ("arch/amx/*.hpp",), (_TILES,)),
     "core": Part(
@@ -49,7 +52,7 @@ PARTS = {
         (("portable_bf16",), ("avx2_bf16",)),
         ("problem", "test_locale", "test_overlap", "test_parallel", "test_validate"),
     ),
-    "gemm": Part(16, ("gemm/*.hpp",), (_PLAIN, _TILES)),
+    "gemm": Part(16, ("gemm/*.hpp",), (_PLAIN, _TILES), ("test_gemm_columns", "test_gemm_tokens")),
     "lora": Part(12, ("lora/*.hpp",), (_PLAIN, _TILES)),
     "moe": Part(32, ("moe/*.hpp",), (_PLAIN, _TILES)),
     "operator": Part(16, ("operator/*.hpp",), (("portable_bf16",),), ("test_saved_stack", "test_validate")),
@@ -88,9 +91,11 @@ _LEFT_OUT = re.compile(
     r"static_assert|^\s*//|^\s*#|template <|AMX_SFT_MOE_UNROLL|timer|Phase::|\btime\("
     r"|^\s*(using|struct|class)\b|concat\(|NOLINT|noexcept|\bbytes\b|\bthrow\b|default;|^\s*\""
     r"|^\s*(std::size_t|std::u?int\w+|index_t|int|bool|float)( \w+ = \w+,?)+;|(reserve|level)_threads"
-    # Memory asked for ahead: no result depends on it.
-    r"|[Pp]refetch|[Aa]head|\b(near|far)\[|\bfar_shift =|\bkNear\w+|kWaitingRows|index_t byte\b"
-    r"|\bdone_\b|pace_\.|kLineBytes|kCacheLine ?="
+    # Memory asked for ahead: no result depends on it. What makes a strip ahead has other names.
+    r"|[Pp]refetch|kPackRowsAhead|ahead_|ask_ahead|\.later|asked_|\b(near|far)\[|\bfar_shift =|\bkNear\w+"
+    r"|kWaitingRows|index_t byte\b|\bdone_\b|\bpace_\.|kLineBytes|kCacheLine ?=|kAheadDepth|ahead\.turn"
+    # Which strip comes next: another one is made in its place, and made again.
+    r"|\bat_(row|col)\b|\bstep\(row, col\)"
     # Sizes of blocks, and when B is read in place: speed only.
     r"|kStripDepth =|kFarRows =|k <= k\w*Steps|part_of_columns|parts\)|parts ="
     # Only the kernel onednn has such a plan of blocks.

@@ -14,13 +14,13 @@ namespace arch {
 // so few row pointers that none is spilled: with 12 rows x 32 columns the compiler kept four of them in vector
 // registers, whose moves compete with the arithmetic.
 inline constexpr index_t kStripCols = 64;
-// Elements of a strip along K: the deeper, the less often C passes through registers. Of rows of B 4 KiB apart, no more
-// than 256 lines at the same place of a page find room in the 8 ways of an L2. Two strips, the one that is multiplied and
-// the one that is made meanwhile, are 64 or 128 KiB: tiles as wide as a strip read it from L2, at no more than 11 bytes a
-// cycle; of narrower ones, each reads 16 KiB that stay in L1 (benchmarks/LOG.md, "Strips made ahead").
+// Elements of a strip along K: the deeper, the less often C passes through registers. Of rows of B 4 KiB apart, 1 MiB of L2
+// in 8 ways holds 256 lines at the same place of a page. Two strips, the one that is multiplied and the one that is made
+// meanwhile, are 64 or 128 KiB: tiles as wide as a strip read it from L2, four lines a step along K with 24 products; of
+// narrower ones, each reads 16 KiB that stay in L1 (benchmarks/LOG.md, "Strips made ahead").
 inline constexpr index_t kStripDepth = 256;
-// From here on a strip is made while the one before is multiplied. Products of shallower ones, of gemm_tn, are over before
-// memory that was asked for one strip ahead has come.
+// From here on a strip is made while the one before is multiplied. Products of shallower ones (few tokens of gemm_tn,
+// LoRA's terms) are over before memory that was asked for one strip ahead has come.
 inline constexpr index_t kAheadDepth = 64;
 
 // Products in place (arch/in_place.hpp). They are as fast as memory delivers, so it is asked twice. Far ahead into L2: a

@@ -10,10 +10,11 @@ AMX_SFT_MOE_NAMESPACE_BEGIN
 namespace arch {
 
 // Memory that strips to come are made from: of each, `rows` rows of row_bytes, `stride` bytes apart. Hardware
-// prefetchers do not see it coming: its rows lie on different pages. Addresses are numbers: they may be those of
-// nothing, behind a matrix's last row.
+// prefetchers do not see it coming: its rows lie on different pages. Addresses are numbers: `later` may be that of nothing,
+// behind a matrix's last row.
 struct BytesAhead {
-  std::uintptr_t next = 0;   // of the strip that is next, into L1; 0: not asked for
+  std::uintptr_t next =
+      0;  // of the strip that is next, all of it there; asked for into L1, or read. 0: there is none
   std::uintptr_t later = 0;  // of one after it, into L2; 0: not asked for
   index_t stride = 0;
   index_t rows = 0;
@@ -46,6 +47,7 @@ class PacedPrefetch {
  public:
   explicit PacedPrefetch(const BytesAhead& ahead) : ahead_(ahead) {}
 
+  // Before the first of so many turns.
   void spread(index_t turns) { pace_ = Pace(ahead_.rows * ceil_div(ahead_.row_bytes, kPairBytes), turns); }
 
   AMX_SFT_MOE_INLINE void turn() {

@@ -2,7 +2,7 @@
 // leaves the units for loads, permutations and stores idle. Made before its own products instead, a strip takes a tenth of
 // their time at 32 rows. The memory of the strip after it is asked for meanwhile.
 //
-// What an instruction set adds is how one unit is made (avx512/strip_ahead.hpp).
+// What an instruction set adds is how one unit is made (avx512/strip_ahead.hpp): in turn(), as often as due() says.
 #pragma once
 
 #include "amx_sft_moe/arch/blocking.hpp"
@@ -12,97 +12,88 @@
 AMX_SFT_MOE_NAMESPACE_BEGIN
 namespace arch {
 
-// A whole strip of E from rows of S, kPairing<E> rows a unit.
+// From S to strips of E. The whole strip is there after as many turns as spread() was told, and not before.
 template <class S, class E>
-class RowsAhead {
+class StripAhead {
+ public:
+  void spread(index_t turns) {
+    asked_.spread(turns);
+    paced_ = Pace(units_, turns);
+  }
+
+ protected:
+  StripAhead(const BytesAhead& ahead, index_t units, E* strip)
+      : asked_({0, ahead.later, ahead.stride, ahead.rows, ahead.row_bytes}),
+        units_(units),
+        from_(ahead.next),
+        stride_(ahead.stride),
+        out_(strip) {}
+
+  AMX_SFT_MOE_INLINE index_t due() {
+    asked_.turn();
+    return paced_.turn();
+  }
+  // Row i of those that the unit at hand is made from.
+  AMX_SFT_MOE_INLINE const S* row(index_t i) const {
+    // NOLINTNEXTLINE(performance-no-int-to-ptr): rows that are there
+    return reinterpret_cast<const S*>(from_ + static_cast<std::uintptr_t>(i * stride_));
+  }
+  AMX_SFT_MOE_INLINE E* out() const { return out_; }
+  // On by so many rows, bytes of each, and elements of the strip.
+  AMX_SFT_MOE_INLINE void move(index_t rows, index_t bytes, index_t elements) {
+    from_ += static_cast<std::uintptr_t>(rows * stride_ + bytes);
+    out_ += elements;
+  }
+
+ private:
+  PacedPrefetch asked_;
+  Pace paced_;
+  index_t units_;
+  std::uintptr_t from_;  // a number: after the last unit it is that of nothing
+  index_t stride_;       // bytes
+  E* out_;
+};
+
+// A whole strip from rows of B, kPairing<E> rows a unit.
+template <class S, class E>
+class RowsAhead : public StripAhead<S, E> {
  public:
   static bool fits(const BytesAhead& ahead) {
     return ahead.next != 0 && ahead.row_bytes == kStripCols * index_t{sizeof(S)} && ahead.rows >= kAheadDepth &&
            ahead.rows % kPairing<E> == 0;
   }
-  RowsAhead(const BytesAhead& ahead, E* strip)
-      : prefetch_({0, ahead.later, ahead.stride, ahead.rows, ahead.row_bytes}),
-        // NOLINTNEXTLINE(performance-no-int-to-ptr): rows that are there
-        row_(reinterpret_cast<const S*>(ahead.next)),
-        row_stride_(ahead.stride / index_t{sizeof(S)}),
-        units_(ahead.rows / kPairing<E>),
-        strip_(strip) {}
-
-  void spread(index_t turns) {
-    prefetch_.spread(turns);
-    pace_ = Pace(units_, turns);
-  }
+  RowsAhead(const BytesAhead& ahead, E* strip) : StripAhead<S, E>(ahead, ahead.rows / kPairing<E>, strip) {}
 
  protected:
-  AMX_SFT_MOE_INLINE index_t due() {
-    prefetch_.turn();
-    return pace_.turn();
-  }
-  // The rows of the unit that is due, and where it goes.
-  AMX_SFT_MOE_INLINE const S* row(index_t i) const { return row_ + i * row_stride_; }
-  AMX_SFT_MOE_INLINE E* out() const { return strip_; }
-  AMX_SFT_MOE_INLINE void next_unit() {
-    row_ += kPairing<E> * row_stride_;
-    strip_ += kPairing<E> * kStripCols;
-  }
-
- private:
-  PacedPrefetch prefetch_;
-  Pace pace_;
-  const S* row_;
-  index_t row_stride_;
-  index_t units_;
-  E* strip_;
+  AMX_SFT_MOE_INLINE void next_unit() { this->move(kPairing<E>, 0, kPairing<E> * kStripCols); }
 };
 
-// A whole strip of E from rows of S that are its columns, 8 of them a unit, 32 bytes of each.
+// A whole strip from rows that are its columns, 8 of them a unit, 32 bytes of each.
 template <class S, class E>
-class ColumnsAhead {
+class ColumnsAhead : public StripAhead<S, E> {
  public:
   static bool fits(const BytesAhead& ahead) {
     return ahead.next != 0 && ahead.rows == kStripCols && ahead.row_bytes >= kAheadDepth * index_t{sizeof(S)} &&
            ahead.row_bytes % kUnitBytes == 0;
   }
   ColumnsAhead(const BytesAhead& ahead, E* strip)
-      : prefetch_({0, ahead.later, ahead.stride, ahead.rows, ahead.row_bytes}),
-        // NOLINTNEXTLINE(performance-no-int-to-ptr): rows that are there
-        row_(reinterpret_cast<const S*>(ahead.next)),
-        row_stride_(ahead.stride / index_t{sizeof(S)}),
-        depth_(ahead.row_bytes / index_t{sizeof(S)}),
-        strip_(strip) {}
-
-  void spread(index_t turns) {
-    prefetch_.spread(turns);
-    pace_ = Pace(kStripCols / kUnitRows * (depth_ / kUnitDepth), turns);
-  }
+      : StripAhead<S, E>(ahead, kStripCols / kUnitRows * (ahead.row_bytes / kUnitBytes), strip),
+        along_k_(ahead.row_bytes / kUnitBytes),
+        left_(along_k_) {}
 
  protected:
-  AMX_SFT_MOE_INLINE index_t due() {
-    prefetch_.turn();
-    return pace_.turn();
-  }
-  // The unit that is due: its rows from element `k` of them on, and where that element of the first goes.
-  AMX_SFT_MOE_INLINE const S* row(index_t i, index_t k) const { return row_ + i * row_stride_ + k_ + k; }
-  AMX_SFT_MOE_INLINE E* out(index_t k) const { return strip_ + (k_ + k) * kStripCols; }
+  static constexpr index_t kUnitRows = 8, kUnitBytes = 32;
+
   AMX_SFT_MOE_INLINE void next_unit() {
-    k_ += kUnitDepth;
-    if (k_ < depth_) return;
-    k_ = 0;
-    row_ += kUnitRows * row_stride_;
-    strip_ += kUnitRows * kPairing<E>;
+    constexpr index_t kElements = kUnitBytes / index_t{sizeof(S)} * kStripCols;  // of the strip, a unit along K
+    this->move(0, kUnitBytes, kElements);
+    if (--left_ > 0) return;
+    left_ = along_k_;
+    this->move(kUnitRows, -along_k_ * kUnitBytes, kUnitRows * kPairing<E> - along_k_ * kElements);
   }
 
  private:
-  static constexpr index_t kUnitRows = 8, kUnitBytes = 32;
-  static constexpr index_t kUnitDepth = kUnitBytes / index_t{sizeof(S)};
-
-  PacedPrefetch prefetch_;
-  Pace pace_;
-  const S* row_;
-  index_t row_stride_;
-  index_t depth_;  // elements along K
-  index_t k_ = 0;
-  E* strip_;
+  index_t along_k_, left_;  // units
 };
 
 }  // namespace arch

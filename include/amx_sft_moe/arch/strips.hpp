@@ -1,5 +1,5 @@
-// Products with strips: a strip is 64 columns of B, some steps of K deep, packed where B is read and used at once by all
-// rows of A. It is made of blocks as wide as a register tile, each small enough for L1:
+// Products with strips: a strip is 64 columns of B, some steps of K deep, packed from B where it lies and used at once by
+// all rows of A. It is made of blocks as wide as a register tile:
 //
 //     strip, float: [64 / kCols][K][kCols]          strip, bf16: [64 / kCols][K / 2][kCols][2]
 //
@@ -20,7 +20,7 @@ namespace arch {
 //   template <int R, int P, class Ahead>
 //   static void tile(const E* a, index_t a_stride, const E* strip, index_t steps, const SumRows& c, Ahead& ahead);
 // which adds to C [R, 16 P] the products of `steps` pairings (arch/operands.hpp) along K, and before every StepsATurn
-// of them, or the rest, has ahead.turn().
+// of them, or the rest, has ahead.turn(), neither more often nor less: what Ahead makes is whole after that many turns.
 template <class Micro, class E, int Rows, int Panels, index_t StepsATurn>
 struct StripTiles {
   using Element = E;

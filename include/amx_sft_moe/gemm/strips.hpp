@@ -112,17 +112,21 @@ class Strips {
   explicit Strips(Scratch& scratch)
       : strip_(scratch.b_panels.template as<E>(2 * kElements)), next_(strip_ + kElements) {}
 
-  // C [rows, cols] += A [rows, k] x the next strip: make(strip) if it has not been made meanwhile.
+  // C [rows, cols] += A [rows, k] x the strip of what lies at `from` (see place()): make(strip), unless that was made
+  // while the one before was multiplied.
   template <class Ahead, class Make>
-  void multiply(const E* a, index_t a_stride, index_t rows, index_t k, index_t cols, const arch::SumRows& c,
-                const arch::BytesAhead& ahead, Make&& make) {
-    if (!made_) make(strip_);
+  void multiply(const E* a, index_t a_stride, index_t rows, std::uintptr_t from, index_t k, index_t cols,
+                const arch::SumRows& c, const arch::BytesAhead& ahead, Make&& make) {
+    if (std::exchange(next_from_, 0) == from) {
+      std::swap(strip_, next_);
+    } else {
+      make(strip_);
+    }
     const index_t padded = round_up(k, Micro::kKUnit);
     if constexpr (!std::is_void_v<Ahead>) {
-      made_ = cols == arch::kStripCols && Ahead::fits(ahead);
-      if (made_) {
-        Micro::multiply(a, a_stride, rows, strip_, padded, cols, c, Ahead(ahead, next_));
-        return std::swap(strip_, next_);
+      if (cols == arch::kStripCols && Ahead::fits(ahead)) {
+        next_from_ = ahead.next;
+        return Micro::multiply(a, a_stride, rows, strip_, padded, cols, c, Ahead(ahead, next_));
       }
     }
     Micro::multiply(a, a_stride, rows, strip_, padded, cols, c, arch::PacedPrefetch(ahead));
@@ -131,7 +135,7 @@ class Strips {
  private:
   E* strip_;
   E* next_;
-  bool made_ = false;
+  std::uintptr_t next_from_ = 0;  // what next_ was made from; 0: nothing
 };
 
 // C [rows, cols] += A [rows, k] x B [k, cols].
@@ -157,7 +161,7 @@ void multiply_rows(Scratch& scratch, const AnyRows& a, index_t rows, const AnyRo
       for (index_t j = 0; j < cols; j += arch::kStripCols) {
         const index_t wide = std::min(arch::kStripCols, cols - j);
         strips.template multiply<typename AheadOf<Micro, S>::Rows>(
-            a_block.data, a_block.row_stride, rows, here, wide, c.after(kk).from(0, j),
+            a_block.data, a_block.row_stride, rows, place(source, 0, j), here, wide, c.after(kk).from(0, j),
             blocks_ahead(source, {left, cols}, {here, arch::kStripCols}, 0, j),
             [&](auto* strip) { Micro::strip_of_rows(source.from_column(j), here, wide, strip); });
       }
@@ -189,7 +193,7 @@ void multiply_columns(Scratch& scratch, const typename Kernel::Compute* x, index
       for (index_t kk = 0; kk < k; kk += arch::kStripDepth) {
         const index_t here = std::min(arch::kStripDepth, k - kk);
         strips.template multiply<typename AheadOf<Micro, S>::Columns>(
-            x + kk, x_stride, tokens, here, wide, c.after(kk).from(0, i),
+            x + kk, x_stride, tokens, place(source, i, kk), here, wide, c.after(kk).from(0, i),
             blocks_ahead(source, {out, k}, {arch::kStripCols, arch::kStripDepth}, i, kk), [&](auto* strip) {
               Micro::strip_of_columns(source.from_row(i).from_column(kk), wide, here, strip);
             });

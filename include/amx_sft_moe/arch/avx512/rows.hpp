@@ -99,10 +99,10 @@ struct Avx512Rows {
                                                                           bool accumulate, T* out) {
     __m512 value[4];
     AMX_SFT_MOE_UNROLL
-    for (int p = 0; p < 4; ++p) value[p] = _mm512_mul_ps(_mm512_loadu_ps(from + 16 * p), scale);
-    if (accumulate) {
-      AMX_SFT_MOE_UNROLL
-      for (int p = 0; p < 4; ++p) value[p] = _mm512_add_ps(value[p], avx512::load16(out + 16 * p));
+    for (int p = 0; p < 4; ++p) {
+      const __m512 product = _mm512_loadu_ps(from + 16 * p);
+      value[p] = accumulate ? _mm512_fmadd_ps(product, scale, avx512::load16(out + 16 * p))
+                            : _mm512_mul_ps(product, scale);
     }
     AMX_SFT_MOE_UNROLL
     for (int p = 0; p < 4; ++p) avx512::store16(out + 16 * p, value[p]);
@@ -124,9 +124,10 @@ struct Avx512Rows {
         const __mmask16 lanes = avx512::mask16(cols - j);
         const __m512 factor =
             to.col_scale == nullptr ? scale : _mm512_mul_ps(scale, avx512::load16(to.col_scale + j, lanes));
-        __m512 value = _mm512_mul_ps(_mm512_maskz_loadu_ps(lanes, from + j), factor);
-        if (to.accumulate) value = _mm512_add_ps(value, avx512::load16(out + j, lanes));
-        avx512::store16(out + j, lanes, value);
+        const __m512 product = _mm512_maskz_loadu_ps(lanes, from + j);
+        avx512::store16(out + j, lanes,
+                        to.accumulate ? _mm512_fmadd_ps(product, factor, avx512::load16(out + j, lanes))
+                                      : _mm512_mul_ps(product, factor));
       }
     }
   }

@@ -55,8 +55,8 @@ struct ColumnsAhead : arch::ColumnsAhead<S, E> {
     __m256i rows[4];  // i, and behind it i + 4
     AMX_SFT_MOE_UNROLL
     for (int i = 0; i < 4; ++i) {
-      const auto* low = reinterpret_cast<const __m128i*>(this->row(i, first * kPairing<S>));
-      const auto* high = reinterpret_cast<const __m128i*>(this->row(i + 4, first * kPairing<S>));
+      const auto* low = reinterpret_cast<const __m128i*>(this->row(i) + first * kPairing<S>);
+      const auto* high = reinterpret_cast<const __m128i*>(this->row(i + 4) + first * kPairing<S>);
       rows[i] = _mm256_inserti128_si256(_mm256_castsi128_si256(_mm_loadu_si128(low)), _mm_loadu_si128(high), 1);
     }
     const __m256i a = _mm256_unpacklo_epi32(rows[0], rows[1]), b = _mm256_unpacklo_epi32(rows[2], rows[3]);
@@ -67,7 +67,7 @@ struct ColumnsAhead : arch::ColumnsAhead<S, E> {
     line(first + 3, _mm256_unpackhi_epi64(c, d));
   }
   AMX_SFT_MOE_INLINE AMX_SFT_MOE_TARGET_AVX512 void line(index_t dword, __m256i eight) const {
-    E* out = this->out(dword * kPairing<S>);
+    E* out = this->out() + dword * kPairing<S> * kStripCols;
     if constexpr (std::is_same_v<S, E>) {
       _mm256_storeu_si256(reinterpret_cast<__m256i*>(out), eight);
     } else {
