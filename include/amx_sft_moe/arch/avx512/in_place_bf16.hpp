@@ -61,7 +61,7 @@ AMX_SFT_MOE_INLINE AMX_SFT_MOE_TARGET_AVX512_BF16 void add_pairs(
     __m512 high = _mm512_maskz_loadu_ps(there, to + 16);
     AMX_SFT_MOE_UNROLL
     for (std::size_t d = 0; d < Depth; ++d) {
-      const auto pair = reinterpret_cast<__m512bh>(_mm512_set1_epi32(steps.a[r][d]));
+      const __m512bh pair = broadcast_pair(steps.a[r][d]);
       low = _mm512_dpbf16_ps(low, pair, line[d][0]);
       high = _mm512_dpbf16_ps(high, pair, line[d][1]);
     }

@@ -55,11 +55,7 @@ struct Avx512Bf16Microkernel : StripTiles<Avx512Bf16Microkernel, bf16, 6, 4, 4>,
         for (int r = 0; r < Rows; ++r) {
           std::int32_t pair;
           std::memcpy(&pair, a + r * a_stride + 2 * k, sizeof(pair));
-          __m512i pairs = _mm512_set1_epi32(pair);
-#if defined(__clang__) && __clang_major__ < 19  // clang 16 crashes where it sees a broadcast turn into bf16
-          AMX_SFT_MOE_HIDE_ORIGIN(pairs);
-#endif
-          const auto both = reinterpret_cast<__m512bh>(pairs);
+          const __m512bh both = avx512::broadcast_pair(pair);
           AMX_SFT_MOE_UNROLL
           for (int p = 0; p < Panels; ++p) sum[r][p] = _mm512_dpbf16_ps(sum[r][p], both, line[p]);
         }

@@ -84,6 +84,15 @@ AMX_SFT_MOE_INLINE AMX_SFT_MOE_TARGET_AVX512 __m512i pairs_of_rows(__m512i even,
                                    odd);
 }
 
+// A pair of bf16 in each lane.
+AMX_SFT_MOE_INLINE AMX_SFT_MOE_TARGET_AVX512_BF16 __m512bh broadcast_pair(std::int32_t pair) {
+  __m512i pairs = _mm512_set1_epi32(pair);
+#if defined(__clang__) && __clang_major__ < 19  // clang 16 crashes where it sees a broadcast turn into bf16
+  AMX_SFT_MOE_HIDE_ORIGIN(pairs);
+#endif
+  return reinterpret_cast<__m512bh>(pairs);
+}
+
 // The sums over the lanes of a, b, c and d.
 AMX_SFT_MOE_INLINE AMX_SFT_MOE_TARGET_AVX512 __m128 sum_lanes(__m512 a, __m512 b, __m512 c, __m512 d) {
   const __m512d ab = _mm512_castps_pd(_mm512_add_ps(_mm512_unpacklo_ps(a, b), _mm512_unpackhi_ps(a, b)));
