@@ -7,6 +7,7 @@
 // next is made (arch/strip_ahead.hpp), or its memory asked for (PacedPrefetch).
 #pragma once
 
+#include <type_traits>
 #include <utility>
 
 #include "amx_sft_moe/arch/blocking.hpp"
@@ -54,7 +55,9 @@ struct StripTiles {
   using Tile = void (*)(const E*, index_t, const E*, index_t, const SumRows&, Ahead&);
   template <class Ahead>
   static Tile<Ahead> tile_of(index_t rows, index_t panels) {
-    constexpr int kNarrowest = std::is_same_v<Ahead, PacedPrefetch> ? 1 : Panels;
+    using Narrowest = std::conditional_t<std::is_same_v<Ahead, PacedPrefetch>, std::integral_constant<int, 1>,
+                                         std::integral_constant<int, Panels>>;
+    constexpr int kNarrowest = Narrowest::value;
     constexpr int kWidths = Panels - kNarrowest + 1;
     return []<int... N>(index_t n, std::integer_sequence<int, N...>) {
       constexpr Tile<Ahead> kTiles[] = {
