@@ -69,8 +69,8 @@ inline bool has_slope(reference::Tensor which) {
 }
 
 // Runs of the reference that tolerances come from. Where a sum of few errors is a whole tensor, four in a row are now and
-// then a hundred times smaller than rounding makes them (a million calls have met it); sixteen are not, and such problems
-// are small.
+// then twenty times smaller than rounding makes them (less than a million calls met it); sixteen hardly are, and such
+// problems are small.
 inline unsigned runs_for(const Problem& problem) {
   const reference::Layer& layer = problem.layer();
   const int routes = static_cast<int>(problem.batch().ids.size());
