@@ -24,6 +24,8 @@ inline constexpr Case kIdle =
     with_trained_base(with_biases({"idle", 9, 2, 6, 32, 17, {4, 4, 4}, kIdleExperts}));
 inline constexpr Case kShared = with_biases({"shared", 9, 2, 3, 32, 17, {4, 4, 4}, kDistinct, true});
 inline constexpr Case kManyRows = with_trained_base({"many_rows", 521, 1, 2, 8, 5, {0, 0, 0}, kOneExpert});
+// More columns than are stored together without masks, and a rest.
+inline constexpr Case kWide = with_trained_base({"wide", 17, 2, 3, 150, 70, {7, 5, 3}});
 inline constexpr Storage kFp32{.name = "fp32", .activations = DType::kFp32, .factors = DType::kFp32};
 
 template <class Kernel>
@@ -59,7 +61,7 @@ class OperatorGradients : public KernelTest<Kernel> {
 TYPED_TEST_SUITE(OperatorGradients, AllKernels, KernelLabels);
 
 TYPED_TEST(OperatorGradients, OverwriteIgnoresWhatWasThere) {
-  for (const Case& c : {kBusy, kIdle, kShared, kManyRows}) {
+  for (const Case& c : {kBusy, kIdle, kShared, kManyRows, kWide}) {
     SCOPED_TRACE(c.name);
     for (const Storage& storage : {kPlain, kFp32, kPeftLike}) {
       const Problem problem = integer_problem(c, storage, kWeightDType<TypeParam>);
@@ -69,7 +71,7 @@ TYPED_TEST(OperatorGradients, OverwriteIgnoresWhatWasThere) {
 }
 
 TYPED_TEST(OperatorGradients, AccumulateAdds) {
-  for (const Case& c : {kBusy, kIdle, kShared, kManyRows}) {
+  for (const Case& c : {kBusy, kIdle, kShared, kManyRows, kWide}) {
     SCOPED_TRACE(c.name);
     for (const Storage& storage : {kPlain, kFp32, kPeftLike}) {
       const Problem problem = integer_problem(c, storage, kWeightDType<TypeParam>);
@@ -79,7 +81,7 @@ TYPED_TEST(OperatorGradients, AccumulateAdds) {
 }
 
 TYPED_TEST(OperatorGradients, ScaleActsOnThisCallsParameterGradientsOnly) {
-  for (const Case& c : {kBusy, kShared, kManyRows}) {
+  for (const Case& c : {kBusy, kShared, kManyRows, kWide}) {
     SCOPED_TRACE(c.name);
     const Problem problem = integer_problem(c, kFp32, kWeightDType<TypeParam>);
     this->expect_combined(problem, this->step(problem, 1000, false, 0.25F), 0, 0.25);
