@@ -90,6 +90,7 @@ test-hypothesis: $(VENV)/installed
 
 asan: $(VENV)/onednn $(VENV)/simde
 	$(BIN)/cmake -S . -B $(BUILD)-asan -G Ninja $(SANITIZED) -DAMX_SFT_MOE_SOFT_AVX512=$(SOFT_AVX512) \
+	  -DAMX_SFT_MOE_NVTX_INCLUDE="$(NVTX_INCLUDE)" \
 	  -DAMX_SFT_MOE_SANITIZE=address,undefined -DAMX_SFT_MOE_BENCHMARKS=OFF
 	$(BIN)/cmake --build $(BUILD)-asan -j $(JOBS)
 	OMP_WAIT_POLICY=passive $(BIN)/ctest --test-dir $(BUILD)-asan --output-on-failure -j $(JOBS)
@@ -105,6 +106,7 @@ UNDER_TSAN := OMP_WAIT_POLICY=passive OMP_TOOL_LIBRARIES=/usr/lib/llvm-19/lib/li
 
 tsan: $(VENV)/clang $(VENV)/simde
 	$(BIN)/cmake -S . -B $(BUILD)-tsan -G Ninja $(SANITIZED) $(CLANG) -DAMX_SFT_MOE_SOFT_AVX512=$(SOFT_AVX512) \
+	  -DAMX_SFT_MOE_NVTX_INCLUDE="$(NVTX_INCLUDE)" \
 	  -DAMX_SFT_MOE_SANITIZE=thread -DAMX_SFT_MOE_ONEDNN=OFF -DAMX_SFT_MOE_BENCHMARKS=OFF -DAMX_SFT_MOE_EXAMPLES=OFF
 	$(BIN)/cmake --build $(BUILD)-tsan -j $(JOBS)
 	$(UNDER_TSAN) $(BIN)/ctest --test-dir $(BUILD)-tsan --output-on-failure -j $(JOBS) \

@@ -3,6 +3,7 @@
 #include <gtest/gtest.h>
 
 #include <algorithm>
+#include <array>
 #include <cmath>
 #include <initializer_list>
 #include <utility>
@@ -55,6 +56,23 @@ class GemmColumns : public testing::Test {
     return c;
   }
 
+  // A[rows, K] B[K, cols], the sum of `terms`.
+  template <std::size_t N>
+  std::vector<float> nn(index_t rows, index_t cols, const std::array<gemm::NnTerm, N>& terms) {
+    return result(rows, cols, [&](auto& thread, auto&& epilogue) {
+      gemm::gemm_nn<Kernel>(thread, rows, cols, terms, epilogue);
+    });
+  }
+
+  // A^T B: the first e.rows columns of e.k rows of A's memory, e.cols columns of B's.
+  std::vector<float> tn(const Extents& e, const gemm::AnyRows& rows_of_b) {
+    const arch::RowSource<W> factor{a_.data(), kMostK, 1, nullptr};
+    return result(e.rows, e.cols, [&](auto& thread, auto&& epilogue) {
+      const auto b = gemm::pack_tokens<Kernel>(thread, rows_of_b, e.k, e.cols);
+      gemm::gemm_tn<Kernel>(thread, e.rows, std::array<gemm::Factor, 1>{{{factor, nullptr}}}, b, epilogue);
+    });
+  }
+
   template <class Sum>
   void expect_exact(const std::vector<float>& c, const Extents& e, Sum&& sum) {
     for (index_t row = 0; row < e.rows; ++row) {
@@ -77,8 +95,8 @@ using Kernels =
                    kernels::Avx512<float>, kernels::Avx512<bf16>, kernels::Avx512Bf16, kernels::AmxBf16>;
 TYPED_TEST_SUITE(GemmColumns, Kernels);
 
-// `deep`: steps along K of a strip that is not full, of one or more and a rest. 97 columns are one whole strip and a part of one; 128 and 200
-// have whole ones that follow, which are made while the one before is multiplied.
+// `deep`: steps along K of a strip that is not full, of one or more and a rest. 97 columns are one whole strip and a
+// part of one; 128 and 200 have whole ones that follow, which are made while the one before is multiplied.
 std::vector<Extents> all_extents(std::initializer_list<index_t> deep) {
   std::vector<Extents> all;
   for (const index_t rows : {1, 2, 3, 4, 5, 6, 7, 8, 9, 13, 33}) {
@@ -100,9 +118,7 @@ TYPED_TEST(GemmColumns, NnIsExact) {
   for (const Extents& e : all_extents({129, 257, 355, 356, 530})) {
     const std::array<gemm::NnTerm, 1> terms{
         {{this->rows_of_a(e.rows, e.k), this->rows_of_b(e.k, e.cols), e.k}}};
-    const auto c = this->result(e.rows, e.cols, [&](auto& thread, auto&& epilogue) {
-      gemm::gemm_nn<TypeParam>(thread, e.rows, e.cols, terms, epilogue);
-    });
+    const auto c = this->nn(e.rows, e.cols, terms);
     this->expect_exact(c, e, [&](index_t row, index_t col) {
       float sum = 0;
       for (index_t k = 0; k < e.k; ++k) sum += this->a(row, k) * this->b(k, col);
@@ -113,12 +129,7 @@ TYPED_TEST(GemmColumns, NnIsExact) {
 
 TYPED_TEST(GemmColumns, TnIsExact) {
   for (const Extents& e : all_extents({129, 257, 355, 356, 530})) {
-    // e.rows columns of A's memory, e.k of its rows.
-    const arch::RowSource<typename TypeParam::Weight> factor{this->a_.data(), this->kMostK, 1, nullptr};
-    const auto c = this->result(e.rows, e.cols, [&](auto& thread, auto&& epilogue) {
-      const auto b = gemm::pack_tokens<TypeParam>(thread, this->rows_of_b(e.k, e.cols), e.k, e.cols);
-      gemm::gemm_tn<TypeParam>(thread, e.rows, std::array<gemm::Factor, 1>{{{factor, nullptr}}}, b, epilogue);
-    });
+    const auto c = this->tn(e, this->rows_of_b(e.k, e.cols));
     this->expect_exact(c, e, [&](index_t row, index_t col) {
       float sum = 0;
       for (index_t t = 0; t < e.k; ++t) sum += this->a(t, row) * this->b(t, col);
@@ -137,11 +148,7 @@ TYPED_TEST(GemmColumns, RowsOfBMayBeGathered) {
     for (index_t t = 0; t < e.k; ++t)
       index[static_cast<std::size_t>(t)] = static_cast<std::int32_t>(e.k - 1 - t);
     const gemm::AnyRows rows = gemm::AnyRows(this->rows_of_b(e.k, e.cols)).gathered(index.data());
-    const arch::RowSource<typename TypeParam::Weight> factor{this->a_.data(), this->kMostK, 1, nullptr};
-    const auto c = this->result(e.rows, e.cols, [&](auto& thread, auto&& epilogue) {
-      const auto b = gemm::pack_tokens<TypeParam>(thread, rows, e.k, e.cols);
-      gemm::gemm_tn<TypeParam>(thread, e.rows, std::array<gemm::Factor, 1>{{{factor, nullptr}}}, b, epilogue);
-    });
+    const auto c = this->tn(e, rows);
     this->expect_exact(c, e, [&](index_t row, index_t col) {
       float sum = 0;
       for (index_t t = 0; t < e.k; ++t) sum += this->a(t, row) * this->b(e.k - 1 - t, col);
@@ -156,9 +163,7 @@ TYPED_TEST(GemmColumns, ColumnsOfBMayBeStrided) {
     const index_t stride = e.k + 3;
     const arch::RowSource<typename TypeParam::Weight> b{this->b_.data(), 1, stride, nullptr};
     const std::array<gemm::NnTerm, 1> terms{{{this->rows_of_a(e.rows, e.k), b, e.k}}};
-    const auto c = this->result(e.rows, e.cols, [&](auto& thread, auto&& epilogue) {
-      gemm::gemm_nn<TypeParam>(thread, e.rows, e.cols, terms, epilogue);
-    });
+    const auto c = this->nn(e.rows, e.cols, terms);
     this->expect_exact(c, e, [&](index_t row, index_t col) {
       float sum = 0;
       for (index_t k = 0; k < e.k; ++k) sum += this->a(row, k) * to_float(this->b_[col * stride + k]);
@@ -175,9 +180,7 @@ TYPED_TEST(GemmColumns, BMayBeFp32) {
     this->b_stride_ = e.cols;
     const arch::RowSource<float> b{values.data(), e.cols, 1, nullptr};
     const std::array<gemm::NnTerm, 1> terms{{{this->rows_of_a(e.rows, e.k), b, e.k}}};
-    const auto c = this->result(e.rows, e.cols, [&](auto& thread, auto&& epilogue) {
-      gemm::gemm_nn<TypeParam>(thread, e.rows, e.cols, terms, epilogue);
-    });
+    const auto c = this->nn(e.rows, e.cols, terms);
     this->expect_exact(c, e, [&](index_t row, index_t col) {
       float sum = 0;
       for (index_t k = 0; k < e.k; ++k) sum += this->a(row, k) * this->b(k, col);
@@ -196,9 +199,7 @@ TYPED_TEST(GemmColumns, AnInfinityInTheLastRowStaysOne) {
       Weight& last = this->b_[(k - 1) * this->b_stride_ + kAt];
       const Weight before = std::exchange(last, from_float<Weight>(INFINITY));
       for (index_t row = 0; row < rows; ++row) this->a_[row * this->kMostK + k - 1] = from_float<Weight>(1.0F);
-      const auto c = this->result(rows, kCols, [&](auto& thread, auto&& epilogue) {
-        gemm::gemm_nn<TypeParam>(thread, rows, kCols, terms, epilogue);
-      });
+      const auto c = this->nn(rows, kCols, terms);
       last = before;
       for (index_t row = 0; row < rows; ++row) {
         EXPECT_EQ(INFINITY, c[static_cast<std::size_t>(row * kCols + kAt)]) << rows << " x " << k;
@@ -218,9 +219,7 @@ TYPED_TEST(GemmColumns, NnInPartsIsExact) {
     if constexpr (gemm::AddsToC<TypeParam>) {
       ASSERT_LT(gemm::panel_depth<TypeParam>(e.k, kCols), e.k);
     }
-    const auto c = this->result(rows, kCols, [&](auto& thread, auto&& epilogue) {
-      gemm::gemm_nn<TypeParam>(thread, rows, kCols, terms, epilogue);
-    });
+    const auto c = this->nn(rows, kCols, terms);
     this->expect_exact(c, e, [&](index_t row, index_t col) {
       float sum = 0;
       for (const gemm::NnTerm& term : terms) {
@@ -241,9 +240,7 @@ TYPED_TEST(GemmColumns, TermsAreSummedAndEmptyOnesAreNothing) {
           {{this->rows_of_a(rows, first), this->rows_of_b(first, 97), first},
            {this->rows_of_a(rows, second), this->rows_of_b(second, 97), second},
            {this->rows_of_a(rows, third), this->rows_of_b(third, 97), third}}};
-      const auto c = this->result(rows, 97, [&](auto& thread, auto&& epilogue) {
-        gemm::gemm_nn<TypeParam>(thread, rows, 97, terms, epilogue);
-      });
+      const auto c = this->nn(rows, 97, terms);
       this->expect_exact(c, e, [&](index_t row, index_t col) {
         float sum = 0;
         for (const gemm::NnTerm& term : terms) {

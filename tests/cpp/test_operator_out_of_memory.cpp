@@ -3,11 +3,14 @@
 // this goes for oneDNN's own allocations too, but for what oneDNN then leaks or locks itself (below).
 #include <gtest/gtest.h>
 
+#include <memory>
 #include <new>
 
 #include "allocation_counter.hpp"
 #include "compare.hpp"
 #include "environment.hpp"
+#include "integers.hpp"
+#include "saved_buffers.hpp"
 #include "step.hpp"
 
 #ifdef SFT_TEST_HAS_ONEDNN
@@ -98,6 +101,86 @@ TYPED_TEST(OperatorOutOfMemory, InAForward) {
   EXPECT_GT(allocations, 5) << "a fresh operator has buffers to make";
 }
 
+// Both passes, so that of each the first call with memory again finds what one without it left.
+TYPED_TEST(OperatorOutOfMemory, WithActivationsOfTheCaller) {
+  const Problem problem = random_problem(kCase, kPlain, kWeightDType<TypeParam>);
+  const Outputs want = step_alone<TypeParam>(problem);
+  const SavedBuffers<typename TypeParam::Stored> saved(problem);
+  Outputs got(problem);
+  const auto routing = problem.routing();
+  const auto grads = got.gradients();
+  const auto step = [&](auto& moe) {
+    got.poison();
+    moe.forward_sft(routing, problem.x(), got.y(), saved.view());
+    moe.backward(routing, problem.x(), saved.view(), problem.grad_y(), grads);
+  };
+  const int allocations = this->fail_each_allocation([&] { return make_moe<TypeParam>(problem); }, step,
+                                                     [&](auto& moe) {
+                                                       EXPECT_EQ(moe.saved_depth(), 0);
+                                                       step(moe);
+                                                       expect_same_bits(want, got);
+                                                     },
+                                                     [&](const auto&) { expect_same_bits(want, got); });
+  EXPECT_GT(allocations, 5) << "a fresh operator has buffers to make";
+}
+
+// What of a workspace had grown when a layer ran out of memory is no worse for the layer it is shared with.
+TYPED_TEST(OperatorOutOfMemory, InASharedWorkspace) {
+  using Weight = typename TypeParam::Weight;
+  const Problem large = random_problem(kCase, kPlain, kWeightDType<TypeParam>);
+  const Problem small = random_problem({"small", 5, 2, 3, 17, 9, {3, 3, 3}}, kPlain, kWeightDType<TypeParam>);
+  const Outputs want_large = step_alone<TypeParam>(large), want_small = step_alone<TypeParam>(small);
+  Outputs of_large(large), of_small(small);
+  const auto routing = large.routing();
+  struct Layers {
+    Moe<TypeParam> large, small;
+  };
+  const auto make = [&] {
+    const auto workspace = std::make_shared<amx_sft_moe::Workspace>();
+    Layers layers{Moe<TypeParam>(large.config(), large.base<Weight>(), large.lora(), workspace),
+                  Moe<TypeParam>(small.config(), small.base<Weight>(), small.lora(), workspace)};
+    run_step(layers.small, small, of_small);
+    return layers;
+  };
+  const auto expect_both = [&](Layers& layers) {
+    of_small.poison();
+    of_large.poison();
+    run_step(layers.small, small, of_small);
+    run_step(layers.large, large, of_large);
+    expect_same_bits(want_small, of_small);
+    expect_same_bits(want_large, of_large);
+  };
+  const int allocations = this->fail_each_allocation(
+      make, [&](Layers& layers) { layers.large.forward_sft(routing, large.x(), of_large.y(), false); },
+      expect_both, expect_both);
+  EXPECT_GT(allocations, 5) << "a larger layer has buffers to grow";
+}
+
+TYPED_TEST(OperatorOutOfMemory, InSetters) {
+  using Weight = typename TypeParam::Weight;
+  const Problem before = random_problem(kCase, kPlain, kWeightDType<TypeParam>);
+  const Problem problem = integer_problem(kCase, kPlain, kWeightDType<TypeParam>);
+  const Outputs want = step_alone<TypeParam>(problem);
+  Outputs got(problem);
+  const auto base = problem.base<Weight>();
+  const auto lora = problem.lora();
+  const auto set = [&](auto& moe) {
+    moe.set_base(base);
+    moe.set_lora(lora);
+    moe.set_name("a name that is longer than what a string has room for without an allocation");
+  };
+  const auto expect_set = [&](auto& moe) {
+    run_step(moe, problem, got);
+    expect_same_bits(want, got);
+  };
+  this->fail_each_allocation([&] { return make_moe<TypeParam>(before); }, set,
+                             [&](auto& moe) {
+                               set(moe);
+                               expect_set(moe);
+                             },
+                             expect_set);
+}
+
 TYPED_TEST(OperatorOutOfMemory, InAConstructor) {
   const Problem problem = random_problem(kCase, kPlain, kWeightDType<TypeParam>);
   const std::int64_t live = live_allocations();
@@ -106,7 +189,7 @@ TYPED_TEST(OperatorOutOfMemory, InAConstructor) {
     const FailingAllocation failing(allocations);
     failed = false;
     try {
-      make_moe<TypeParam>(problem);
+      const Moe<TypeParam> moe = make_moe<TypeParam>(problem);
     } catch (const std::bad_alloc&) {
       failed = true;
     }

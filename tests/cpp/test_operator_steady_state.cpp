@@ -12,7 +12,7 @@ namespace sft_test {
 namespace {
 
 inline constexpr std::size_t kMostInForward = 4;
-inline constexpr std::size_t kMostInBackward = 6;
+inline constexpr std::size_t kMostInBackward = 5;
 
 inline constexpr Case kCasesOfSteps[] = {
     {"usual", 33, 2, 4, 64, 96, {16, 16, 16}},

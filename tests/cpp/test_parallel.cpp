@@ -4,6 +4,7 @@
 #include <xmmintrin.h>
 
 #include <atomic>
+#include <memory>
 #include <numeric>
 #include <stdexcept>
 #include <vector>
@@ -80,6 +81,27 @@ TEST(Parallel, ExceptionsOfAnyPartReachTheCaller) {
   const auto broken = [](int) -> void (*)(index_t) { throw std::logic_error("worker"); };
   EXPECT_THROW(run_tasks(kThreads, 100, broken), std::logic_error);
   EXPECT_EQ(modes_of_the_threads()[kThreads - 1], _mm_getcsr() & ~kFlags);  // and the threads go on
+}
+
+TEST(Parallel, OfManyExceptionsOneReachesTheCallerWhenAllThreadsAreDone) {
+  for (int round = 0; round < 100; ++round) {
+    const auto alive = std::make_shared<int>();
+    std::vector<std::atomic<bool>> thrown(100);
+    int caught = -1;
+    try {
+      run_tasks(kThreads, 100, [&](int) {
+        return [&thrown, held = alive](index_t task) {
+          thrown[static_cast<std::size_t>(task)] = true;
+          throw static_cast<int>(task);
+        };
+      });
+    } catch (const int task) {
+      caught = task;
+    }
+    ASSERT_GE(caught, 0);
+    EXPECT_TRUE(thrown[static_cast<std::size_t>(caught)]);
+    EXPECT_EQ(alive.use_count(), 1) << "a worker is left";
+  }
 }
 
 // The threads are made before the caller's mode changes, and keep theirs from region to region.

@@ -89,7 +89,7 @@ FILES_LEFT_OUT = {
 # Lines whose change alters speed or a message only, or that another program than these tests covers.
 _LEFT_OUT = re.compile(
     r"static_assert|^\s*//|^\s*#|template <|AMX_SFT_MOE_UNROLL|timer|Phase::|\btime\("
-    r"|^\s*(using|struct|class)\b|concat\(|NOLINT|noexcept|\bbytes\b|\bthrow\b|default;|^\s*\""
+    r"|^\s*(using|struct|class)\b|concat\(|NOLINT|noexcept|\bbytes\b|default;|^\s*\""
     r"|^\s*(std::size_t|std::u?int\w+|index_t|int|bool|float)( \w+ = \w+,?)+;|(reserve|level)_threads"
     # Memory asked for ahead: no result depends on it. What makes a strip ahead has other names.
     r"|[Pp]refetch|kPackRowsAhead|ahead_|ask_ahead|\.later|asked_|\b(near|far)\[|\bfar_shift =|\bkNear\w+"
@@ -200,9 +200,12 @@ _CHOICE = re.compile(r"(\w[\w .+\-*()]*?) [<>]=? ([\w.]+) \? (?:\1 : \2|\2 : \1)
 
 def _mutations_of(line: str) -> list[tuple[str, str]]:
     """(kind, broken line); of equal ones the first."""
-    code, _, comment = line.partition("//")
+    code, slashes, comment = line.partition("//")
+    # When something is thrown, not what it says.
+    code, *thrown = re.split(r"(?=\bthrow\b)", code, maxsplit=1)
     choices = [match.span() for match in _CHOICE.finditer(code)]
-    left_out = _LEFT_OUT.search(line) is not None
+    left_out = _LEFT_OUT.search(code + slashes + comment) is not None
+    rest = "".join(thrown) + slashes + comment
     found: dict[str, str] = {}
     for kind, patterns in _OPERATORS.items():
         if left_out and kind != "missing barrier":
@@ -212,8 +215,8 @@ def _mutations_of(line: str) -> list[tuple[str, str]]:
                 if kind == "tail off by one" and any(a < match.start() < b for a, b in choices):
                     continue
                 new = code[: match.start()] + match.expand(replacement) + code[match.end() :]
-                found.setdefault(new + ("//" + comment if comment else ""), kind)
-    if not left_out and _STATEMENT.match(code) and not _DECLARATION.match(code):
+                found.setdefault(new + rest, kind)
+    if not left_out and not thrown and _STATEMENT.match(code) and not _DECLARATION.match(code):
         found.setdefault(re.match(r"\s*", code).group() + ";", "dropped statement")
     return [(kind, new) for new, kind in found.items()]
 

@@ -87,6 +87,14 @@ def test_a_kernel_for_one_type_of_weights(monkeypatch: pytest.MonkeyPatch) -> No
     assert op.kernel == "avx512_bf16"
 
 
+@pytest.mark.parametrize("kernel", ["amx_bf16", "avx512_bf16"])
+def test_fp32_weights_are_refused_by_the_kernels_of_bf16_on_any_cpu(kernel: str) -> None:
+    layer = make_layer(SIZES)
+    op = SIZES.operator(kernel=kernel)
+    with pytest.raises(amx_sft_moe.KernelError, match=f"kernel: .*got {kernel}: it does not take fp32 weights"):
+        op.set_base(layer.gate_proj.float(), layer.up_proj.float(), layer.down_proj.float())
+
+
 def test_all_threads_have_one_choice(monkeypatch: pytest.MonkeyPatch) -> None:
     """That of the environment in which the weights came, for the other type of weights too."""
     monkeypatch.setenv("AMX_SFT_MOE_KERNEL", "avx512_bf16")

@@ -71,6 +71,15 @@ def test_what_changes_no_result_is_left_alone(line: str) -> None:
     assert mutants._mutations_of(line) == []
 
 
+def test_of_an_error_the_condition_is_broken_and_not_the_text() -> None:
+    text = '  if (got < low) throw ArgumentError(concat(name, " + 1 of true"));'
+    assert mutants._mutations_of(text) == [
+        ("tail off by one", text.replace(" < ", " <= ")),
+        ("other operand", text.replace("low", "high")),
+    ]
+    assert mutants._mutations_of("    throw std::bad_alloc();") == []
+
+
 def test_draws_are_all_candidates_in_an_order_of_the_seed() -> None:
     first, second = (mutants.drawn(INCLUDE, "lora", seed) for seed in (1, 2))
     assert first != second
