@@ -5,6 +5,8 @@ VENV := .venv
 BIN := $(VENV)/bin
 BUILD := build
 JOBS ?= $(shell nproc)
+# Of pytest. Each takes a torch of its own, and their threads share the cores: more than four would not pay.
+WORKERS := -n logical --maxprocesses 4 --dist loadfile
 CLANG := -DCMAKE_C_COMPILER=clang-19 -DCMAKE_CXX_COMPILER=clang++-19
 # At -O2 -g an instrumented kernel takes GCC minutes to compile; at -O1 with line tables, half a minute.
 SANITIZED := -DCMAKE_BUILD_TYPE=RelWithDebInfo -DCMAKE_CXX_FLAGS_RELWITHDEBINFO="-O1 -g1"
@@ -65,7 +67,7 @@ test-python: test-cpp $(VENV)/installed
 	@[ ! -e /usr/include/dnnl.hpp ] || $(BIN)/python -c "import amx_sft_moe._onednn" || \
 	  { echo "test-python: /usr/include/dnnl.hpp is there, but the package was built without kernel onednn, and its" \
 	  "tests would be left out: rm $(VENV)/installed, then again" >&2; exit 1; }
-	AMX_EMULATOR_LIBRARY="$(EMULATOR)" $(BIN)/python -m pytest -q tests/python
+	OMP_WAIT_POLICY=passive AMX_EMULATOR_LIBRARY="$(EMULATOR)" $(BIN)/python -m pytest -q $(WORKERS) tests/python
 
 # What has passed on some machine shall have passed by all compilers and on all CPUs: matrix and qemu, which go on
 # without what could not be installed, fail instead.
@@ -77,7 +79,8 @@ peft-versions: $(VENV)/installed
 	for version in 0.18.1 0.19.0 0.19.1 0.20.0; do \
 	  test -d $(BUILD)/peft-$$version/peft || \
 	    $(BIN)/pip install -q --no-deps --target $(BUILD)/peft-$$version peft==$$version || exit 1; \
-	  PYTHONPATH=$(BUILD)/peft-$$version AMX_SFT_MOE_EXPECTED_PEFT=$$version $(BIN)/python -m pytest -q \
+	  PYTHONPATH=$(BUILD)/peft-$$version AMX_SFT_MOE_EXPECTED_PEFT=$$version OMP_WAIT_POLICY=passive \
+	    $(BIN)/python -m pytest -q $(WORKERS) \
 	    tests/python/test_peft.py tests/python/test_peft_kinds.py tests/python/test_prepare.py || exit 1; \
 	done
 	test -d $(BUILD)/peft-0.19.1-of-its-day/peft || $(BIN)/pip install -q --target $(BUILD)/peft-0.19.1-of-its-day \
@@ -86,7 +89,7 @@ peft-versions: $(VENV)/installed
 	  $(BIN)/python -m pytest -q tests/python/test_adapter_peft_versions.py
 
 test-hypothesis: $(VENV)/installed
-	AMX_SFT_MOE_HYPOTHESIS=full $(BIN)/python -m pytest -q tests/python/test_hypothesis*.py
+	OMP_WAIT_POLICY=passive AMX_SFT_MOE_HYPOTHESIS=full $(BIN)/python -m pytest -q $(WORKERS) tests/python/test_hypothesis*.py
 
 asan: $(VENV)/onednn $(VENV)/simde
 	$(BIN)/cmake -S . -B $(BUILD)-asan -G Ninja $(SANITIZED) -DAMX_SFT_MOE_SOFT_AVX512=$(SOFT_AVX512) \
@@ -170,10 +173,11 @@ bench: $(VENV)/tools
 	$(BUILD)/benchmarks/bench_gemm
 	$(BUILD)/benchmarks/bench_step
 
-# What no test needs, so that `make test` does not compile it.
+# What no test of `make test` needs, so that it is not compiled for it.
 bench-builds: $(VENV)/tools
 	$(BIN)/cmake -S . -B $(BUILD) -G Ninja -DAMX_SFT_MOE_NVTX_INCLUDE="$(NVTX_INCLUDE)"
-	$(BIN)/cmake --build $(BUILD) -j $(JOBS) --target recorder_cost bench_forms
+	$(BIN)/cmake --build $(BUILD) -j $(JOBS) --target bench_gemm bench_step recorder_cost bench_forms
+	$(BIN)/ctest --test-dir $(BUILD) -C full -R bench_refusals --output-on-failure --no-tests=error
 
 lint: $(VENV)/tools types
 	$(BIN)/ruff check python tests benchmarks examples

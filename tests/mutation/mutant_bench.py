@@ -62,6 +62,7 @@ class Bench:
             "-DCMAKE_BUILD_TYPE=Release",
             "-DCMAKE_CXX_FLAGS_RELEASE=-O1",
             "-DCMAKE_EXPORT_COMPILE_COMMANDS=ON",
+            "-DCMAKE_DISABLE_PRECOMPILE_HEADERS=ON",  # they would be those of the unbroken library
             "-DAMX_SFT_MOE_BENCHMARKS=OFF",
             "-DAMX_SFT_MOE_EXAMPLES=OFF",
             f"-DAMX_SFT_MOE_ONEDNN={'ON' if machine.onednn else 'OFF'}",
