@@ -6,7 +6,7 @@ BIN := $(VENV)/bin
 BUILD := build
 JOBS ?= $(shell nproc)
 # Of pytest. Each takes a torch of its own, and their threads share the cores: more than four would not pay.
-WORKERS := -n logical --maxprocesses 4 --dist loadfile
+WORKERS := -n logical --maxprocesses 4 --dist worksteal
 CLANG := -DCMAKE_C_COMPILER=clang-19 -DCMAKE_CXX_COMPILER=clang++-19
 # At -O2 -g an instrumented kernel takes GCC minutes to compile; at -O1 with line tables, half a minute.
 SANITIZED := -DCMAKE_BUILD_TYPE=RelWithDebInfo -DCMAKE_CXX_FLAGS_RELWITHDEBINFO="-O1 -g1"

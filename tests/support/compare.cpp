@@ -146,6 +146,20 @@ void expect_close(const Expected& expected, const Outputs& got) {
   EXPECT_TRUE(got.gaps_are_poison()) << "something was written between the rows of a result";
 }
 
+void expect_exact(const Problem& problem, const Outputs& got) {
+  const reference::Results want = reference::step(problem.layer(), problem.batch());
+  for (std::size_t t = 0; t < reference::kTensors; ++t) {
+    const Tensor& tensor = got[static_cast<reference::Tensor>(t)];
+    const std::vector<double> values = tensor.values();
+    ASSERT_EQ(values.size(), want[t].size()) << reference::kTensorNames[t];
+    for (std::size_t n = 0; n < values.size(); ++n) {
+      // One line per tensor says enough.
+      ASSERT_EQ(values[n], rounded(tensor.dtype(), want[t][n]))
+          << reference::kTensorNames[t] << "[" << n << "]";
+    }
+  }
+}
+
 void expect_same_bits(const Outputs& wanted, const Outputs& got) {
   for (std::size_t t = 0; t < reference::kTensors; ++t) {
     const auto which = static_cast<reference::Tensor>(t);

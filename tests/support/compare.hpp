@@ -48,6 +48,9 @@ void expect_close(const Expected& expected, reference::Tensor which, const Tenso
 // Checks all, and that nothing was written beside them.
 void expect_close(const Expected& expected, const Outputs& got);
 
+// For problems of small integers, where rounding has no say: checks that every value is the reference's, rounded once.
+void expect_exact(const Problem& problem, const Outputs& got);
+
 // Checks that two runs gave the same bits.
 void expect_same_bits(const Outputs& wanted, const Outputs& got);
 

@@ -40,7 +40,7 @@ struct InPlaceTiles {
   template <std::size_t Rows, std::size_t Depth, class S>
   AMX_SFT_MOE_TARGET_AVX2 static void add_steps(InPlaceSteps<float, Rows, Depth, S> steps, index_t cols,
                                                 SumRows c) {
-    const __m256i there = lanes_there(c);
+    const __m256 there = sums_there(c);
     index_t j = 0;
     for (; j + 16 <= cols; j += 16) {
       __m256 line[Depth][2];
@@ -57,8 +57,8 @@ struct InPlaceTiles {
       float* to = c.data + j;
       AMX_SFT_MOE_UNROLL
       for (std::size_t r = 0; r < Rows; ++r, to += c.stride) {
-        __m256 low = _mm256_maskload_ps(to, there);
-        __m256 high = _mm256_maskload_ps(to + 8, there);
+        __m256 low = load_sums(to, there);
+        __m256 high = load_sums(to + 8, there);
         AMX_SFT_MOE_UNROLL
         for (std::size_t d = 0; d < Depth; ++d) {
           const __m256 value = _mm256_set1_ps(steps.a[r][d]);
@@ -74,7 +74,7 @@ struct InPlaceTiles {
       for (std::size_t d = 0; d < Depth; ++d) line[d] = load8(steps.b[d] + j, cols - j);
       for (std::size_t r = 0; r < Rows; ++r) {
         float* to = c.data + static_cast<index_t>(r) * c.stride + j;
-        __m256 sum = _mm256_maskload_ps(to, there);
+        __m256 sum = load_sums(to, there);
         for (std::size_t d = 0; d < Depth; ++d)
           sum = _mm256_fmadd_ps(_mm256_set1_ps(steps.a[r][d]), line[d], sum);
         _mm256_storeu_ps(to, sum);

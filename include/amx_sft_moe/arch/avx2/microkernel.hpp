@@ -28,12 +28,12 @@ struct Avx2Microkernel : StripTiles<Avx2Microkernel, float, 6, 1, 16>,
   template <int Rows, int Panels, class Ahead>
   AMX_SFT_MOE_TARGET_AVX2 static void tile(const float* a, index_t a_stride, const float* strip, index_t steps,
                                            const SumRows& c, Ahead& ahead) {
-    const __m256i there = avx2::lanes_there(c);
+    const __m256 there = avx2::sums_there(c);
     __m256 sum[std::size_t{Rows}][2];
     AMX_SFT_MOE_UNROLL
     for (int r = 0; r < Rows; ++r) {
-      sum[r][0] = _mm256_maskload_ps(c.data + r * c.stride, there);
-      sum[r][1] = _mm256_maskload_ps(c.data + r * c.stride + 8, there);
+      sum[r][0] = avx2::load_sums(c.data + r * c.stride, there);
+      sum[r][1] = avx2::load_sums(c.data + r * c.stride + 8, there);
     }
     for (; steps >= kStepsATurn; steps -= kStepsATurn, a += kStepsATurn) {
       ahead.turn();
