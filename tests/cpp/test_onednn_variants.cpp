@@ -6,6 +6,7 @@
 
 #include "compare.hpp"
 #include "integers.hpp"
+#include "moe_definition.hpp"  // the operator of these two is in no file of tests/support
 #include "step.hpp"
 
 namespace sft_test {
