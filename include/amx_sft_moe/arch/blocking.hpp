@@ -14,12 +14,15 @@ namespace arch {
 // so few row pointers that none is spilled: with 12 rows x 32 columns the compiler kept four of them in vector
 // registers, whose moves compete with the arithmetic.
 inline constexpr index_t kStripCols = 64;
-// Elements of a strip along K: the deeper, the less often C passes through registers. Of rows of B 4 KiB apart, 1 MiB of L2
-// in 8 ways holds 256 lines at the same place of a page. Two strips, the one that is multiplied and the one that is made
-// meanwhile, are 64 or 128 KiB: tiles as wide as a strip read it from L2, four lines a step along K with 24 products; of
-// narrower ones, each reads 16 KiB that stay in L1 (benchmarks/LOG.md, "Strips made ahead").
-inline constexpr index_t kStripDepth = 256;
-// From here on a strip is made while the one before is multiplied. Products of shallower ones (few tokens of gemm_tn,
+// Of a strip: an L1 of 32 KiB, two thirds of one of 48. The deeper, the less often C passes through registers; but 64 KiB of
+// floats take up to 1.4 times as long with few rows, which do not repay the way to L2 and back (benchmarks/LOG.md, "Strips
+// of floats").
+inline constexpr index_t kStripBytes = index_t{32} << 10;
+// Elements along K: 128 of fp32; 256 of bf16, as many as 1 MiB of L2 in 8 ways holds lines at one place of a page, rows of
+// B being 4 KiB apart.
+template <class E>
+inline constexpr index_t kStripDepth = kStripBytes / kStripCols / index_t{sizeof(E)};
+// From here on a strip of bf16 is made while the one before is multiplied. Products of shallower ones (few tokens of gemm_tn,
 // LoRA's terms) are over before memory that was asked for one strip ahead has come.
 inline constexpr index_t kAheadDepth = 64;
 

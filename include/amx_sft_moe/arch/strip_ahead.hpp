@@ -12,8 +12,7 @@
 AMX_SFT_MOE_NAMESPACE_BEGIN
 namespace arch {
 
-// From S to strips of E. The whole strip is there after as many turns as spread() was told, and not before.
-template <class S, class E>
+// From bf16 to strips of bf16. The whole strip is there after as many turns as spread() was told, and not before.
 class StripAhead {
  public:
   void spread(index_t turns) {
@@ -22,7 +21,7 @@ class StripAhead {
   }
 
  protected:
-  StripAhead(const BytesAhead& ahead, index_t units, E* strip)
+  StripAhead(const BytesAhead& ahead, index_t units, bf16* strip)
       : asked_({0, ahead.later, ahead.stride, ahead.rows, ahead.row_bytes}),
         units_(units),
         from_(ahead.next),
@@ -34,11 +33,11 @@ class StripAhead {
     return paced_.turn();
   }
   // Row i of those that the unit at hand is made from.
-  AMX_SFT_MOE_INLINE const S* row(index_t i) const {
+  AMX_SFT_MOE_INLINE const bf16* row(index_t i) const {
     // NOLINTNEXTLINE(performance-no-int-to-ptr): rows that are there
-    return reinterpret_cast<const S*>(from_ + static_cast<std::uintptr_t>(i * stride_));
+    return reinterpret_cast<const bf16*>(from_ + static_cast<std::uintptr_t>(i * stride_));
   }
-  AMX_SFT_MOE_INLINE E* out() const { return out_; }
+  AMX_SFT_MOE_INLINE bf16* out() const { return out_; }
   // On by so many rows, bytes of each, and elements of the strip.
   AMX_SFT_MOE_INLINE void move(index_t rows, index_t bytes, index_t elements) {
     from_ += static_cast<std::uintptr_t>(rows * stride_ + bytes);
@@ -51,33 +50,31 @@ class StripAhead {
   index_t units_;
   std::uintptr_t from_;  // a number: after the last unit it is that of nothing
   index_t stride_;       // bytes
-  E* out_;
+  bf16* out_;
 };
 
-// A whole strip from rows of B, kPairing<E> rows a unit.
-template <class S, class E>
-class RowsAhead : public StripAhead<S, E> {
+// A whole strip from rows of B, kPairing<bf16> rows a unit.
+class RowsAhead : public StripAhead {
  public:
   static bool fits(const BytesAhead& ahead) {
-    return ahead.next != 0 && ahead.row_bytes == kStripCols * index_t{sizeof(S)} && ahead.rows >= kAheadDepth &&
-           ahead.rows % kPairing<E> == 0;
+    return ahead.next != 0 && ahead.row_bytes == kStripCols * index_t{sizeof(bf16)} &&
+           ahead.rows >= kAheadDepth && ahead.rows % kPairing<bf16> == 0;
   }
-  RowsAhead(const BytesAhead& ahead, E* strip) : StripAhead<S, E>(ahead, ahead.rows / kPairing<E>, strip) {}
+  RowsAhead(const BytesAhead& ahead, bf16* strip) : StripAhead(ahead, ahead.rows / kPairing<bf16>, strip) {}
 
  protected:
-  AMX_SFT_MOE_INLINE void next_unit() { this->move(kPairing<E>, 0, kPairing<E> * kStripCols); }
+  AMX_SFT_MOE_INLINE void next_unit() { move(kPairing<bf16>, 0, kPairing<bf16> * kStripCols); }
 };
 
 // A whole strip from rows that are its columns, 8 of them a unit, 32 bytes of each.
-template <class S, class E>
-class ColumnsAhead : public StripAhead<S, E> {
+class ColumnsAhead : public StripAhead {
  public:
   static bool fits(const BytesAhead& ahead) {
-    return ahead.next != 0 && ahead.rows == kStripCols && ahead.row_bytes >= kAheadDepth * index_t{sizeof(S)} &&
-           ahead.row_bytes % kUnitBytes == 0;
+    return ahead.next != 0 && ahead.rows == kStripCols &&
+           ahead.row_bytes >= kAheadDepth * index_t{sizeof(bf16)} && ahead.row_bytes % kUnitBytes == 0;
   }
-  ColumnsAhead(const BytesAhead& ahead, E* strip)
-      : StripAhead<S, E>(ahead, kStripCols / kUnitRows * (ahead.row_bytes / kUnitBytes), strip),
+  ColumnsAhead(const BytesAhead& ahead, bf16* strip)
+      : StripAhead(ahead, kStripCols / kUnitRows * (ahead.row_bytes / kUnitBytes), strip),
         along_k_(ahead.row_bytes / kUnitBytes),
         left_(along_k_) {}
 
@@ -85,11 +82,12 @@ class ColumnsAhead : public StripAhead<S, E> {
   static constexpr index_t kUnitRows = 8, kUnitBytes = 32;
 
   AMX_SFT_MOE_INLINE void next_unit() {
-    constexpr index_t kElements = kUnitBytes / index_t{sizeof(S)} * kStripCols;  // of the strip, a unit along K
-    this->move(0, kUnitBytes, kElements);
+    constexpr index_t kElements =
+        kUnitBytes / index_t{sizeof(bf16)} * kStripCols;  // of the strip, a unit along K
+    move(0, kUnitBytes, kElements);
     if (--left_ > 0) return;
     left_ = along_k_;
-    this->move(kUnitRows, -along_k_ * kUnitBytes, kUnitRows * kPairing<E> - along_k_ * kElements);
+    move(kUnitRows, -along_k_ * kUnitBytes, kUnitRows * kPairing<bf16> - along_k_ * kElements);
   }
 
  private:

@@ -88,17 +88,18 @@ arch::BytesAhead blocks_ahead(const arch::RowSource<S>& source, const Extent& al
   return ahead;
 }
 
-// What makes a strip from rows, or columns, of S while another is multiplied; void where the kernel has nothing that does.
+// What makes a strip from rows, or columns, of S while another is multiplied: of bf16 from bf16, where the kernel has it,
+// else void.
 template <class Micro, class S>
 struct AheadOf {
   using Rows = void;
   using Columns = void;
 };
-template <class Micro, class S>
-  requires requires { typename Micro::template RowsAhead<S>; }
-struct AheadOf<Micro, S> {
-  using Rows = typename Micro::template RowsAhead<S>;
-  using Columns = typename Micro::template ColumnsAhead<S>;
+template <class Micro>
+  requires requires { typename Micro::RowsAhead; }
+struct AheadOf<Micro, bf16> {
+  using Rows = typename Micro::RowsAhead;
+  using Columns = typename Micro::ColumnsAhead;
 };
 
 // The strips of a product, one after the other: the one that is multiplied, and room for the next.
@@ -106,7 +107,7 @@ template <class Kernel>
 class Strips {
   using Micro = typename Kernel::Microkernel;
   using E = typename Kernel::Compute;
-  static constexpr index_t kElements = arch::kStripDepth * arch::kStripCols;
+  static constexpr index_t kElements = arch::kStripDepth<E> * arch::kStripCols;
 
  public:
   explicit Strips(Scratch& scratch)
@@ -143,6 +144,7 @@ template <class Kernel>
 void multiply_rows(Scratch& scratch, const AnyRows& a, index_t rows, const AnyRows& b, index_t k, index_t cols,
                    const arch::SumRows& c) {
   using Micro = typename Kernel::Microkernel;
+  constexpr index_t kDepth = arch::kStripDepth<typename Kernel::Compute>;
   if constexpr (SumsInPlace<Kernel>) {
     if (Micro::in_place(k, rows)) {
       const auto a_rows = strip_rows<Kernel>(scratch, a, rows, k);
@@ -152,8 +154,8 @@ void multiply_rows(Scratch& scratch, const AnyRows& a, index_t rows, const AnyRo
     }
   }
   Strips<Kernel> strips(scratch);
-  for (index_t kk = 0; kk < k; kk += arch::kStripDepth) {
-    const index_t here = std::min(arch::kStripDepth, k - kk);
+  for (index_t kk = 0; kk < k; kk += kDepth) {
+    const index_t here = std::min(kDepth, k - kk);
     const auto a_block = strip_rows<Kernel>(scratch, a.from(0, kk), rows, here);
     const index_t left = b.col_stride() == 1 ? k - kk : here;  // a copy is of one block
     const auto block = b.from(kk, 0);
@@ -177,6 +179,7 @@ void multiply_columns(Scratch& scratch, const typename Kernel::Compute* x, index
                       index_t all_tokens, const AnyRows& w, index_t out, index_t k, const arch::SumRows& c) {
   using Micro = typename Kernel::Microkernel;
   using E = typename Kernel::Compute;
+  constexpr index_t kDepth = arch::kStripDepth<E>;
   if constexpr (DotsInPlace<Kernel>) {
     if (all_tokens <= Micro::kInPlaceTokens && k >= arch::kLongDot) {
       return with_adjacent_rows<Kernel>(scratch, w, out, k, [&]<class S>(const arch::RowSource<S>& source) {
@@ -190,11 +193,11 @@ void multiply_columns(Scratch& scratch, const typename Kernel::Compute* x, index
   with_adjacent_rows<Kernel>(scratch, w, out, k, [&]<class S>(const arch::RowSource<S>& source) {
     for (index_t i = 0; i < out; i += arch::kStripCols) {
       const index_t wide = std::min(arch::kStripCols, out - i);
-      for (index_t kk = 0; kk < k; kk += arch::kStripDepth) {
-        const index_t here = std::min(arch::kStripDepth, k - kk);
+      for (index_t kk = 0; kk < k; kk += kDepth) {
+        const index_t here = std::min(kDepth, k - kk);
         strips.template multiply<typename AheadOf<Micro, S>::Columns>(
             x + kk, x_stride, tokens, place(source, i, kk), here, wide, c.after(kk).from(0, i),
-            blocks_ahead(source, {out, k}, {arch::kStripCols, arch::kStripDepth}, i, kk), [&](auto* strip) {
+            blocks_ahead(source, {out, k}, {arch::kStripCols, kDepth}, i, kk), [&](auto* strip) {
               Micro::strip_of_columns(source.from_row(i).from_column(kk), wide, here, strip);
             });
       }

@@ -17,10 +17,8 @@ struct Avx512Bf16Microkernel : StripTiles<Avx512Bf16Microkernel, bf16, 6, 4, 4>,
                                InPlaceSums<avx512::InPlacePairTiles, 8>,
                                InPlaceDots<avx512::InPlacePairTiles, 48, 4, 6> {
   static_assert(kCols == kStripCols);  // a strip is one block, for what packs it
-  template <class S>
-  using RowsAhead = avx512::RowsAhead<S, bf16>;
-  template <class S>
-  using ColumnsAhead = avx512::ColumnsAhead<S, bf16>;
+  using RowsAhead = avx512::RowsAhead;
+  using ColumnsAhead = avx512::ColumnsAhead;
   template <class S>
   static void strip_of_rows(const RowSource<S>& src, index_t k, index_t cols, bf16* strip) {
     avx512::strip_of_rows(src, k, cols, strip);

@@ -2,7 +2,7 @@
 #pragma once
 
 #include "amx_sft_moe/arch/avx512/in_place.hpp"
-#include "amx_sft_moe/arch/avx512/strip_ahead.hpp"
+#include "amx_sft_moe/arch/avx512/pack_strip.hpp"
 
 AMX_SFT_MOE_NAMESPACE_BEGIN
 namespace arch {
@@ -14,10 +14,6 @@ struct Avx512Microkernel : StripTiles<Avx512Microkernel, float, 6, 4, 4>,
                            InPlaceSums<avx512::InPlaceTiles, 8>,
                            InPlaceDots<avx512::InPlaceTiles, 12, 3, 8> {
   static_assert(kCols == kStripCols);  // a strip is one block, for what packs it
-  template <class S>
-  using RowsAhead = avx512::RowsAhead<S, float>;
-  template <class S>
-  using ColumnsAhead = avx512::ColumnsAhead<S, float>;
   template <class S>
   static void strip_of_rows(const RowSource<S>& src, index_t k, index_t cols, float* strip) {
     avx512::strip_of_rows(src, k, cols, strip);

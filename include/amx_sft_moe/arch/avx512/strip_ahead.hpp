@@ -7,43 +7,29 @@
 AMX_SFT_MOE_NAMESPACE_BEGIN
 namespace arch::avx512 {
 
-// Strips of floats from either type, of bf16 from bf16: what is rounded on its way is made as ever.
-template <class S, class E>
-concept MadeAhead = std::is_same_v<E, float> || std::is_same_v<S, bf16>;
-
-template <class S, class E>
-  requires MadeAhead<S, E>
-struct RowsAhead : arch::RowsAhead<S, E> {
-  using arch::RowsAhead<S, E>::RowsAhead;
+struct RowsAhead : arch::RowsAhead {
+  using arch::RowsAhead::RowsAhead;
 
   AMX_SFT_MOE_INLINE AMX_SFT_MOE_TARGET_AVX512 void turn() {
-    for (index_t due = this->due(); due > 0; --due, this->next_unit()) {
-      const S* row = this->row(0);
-      E* out = this->out();
-      if constexpr (std::is_same_v<E, float>) {
-        AMX_SFT_MOE_UNROLL
-        for (int p = 0; p < 4; ++p) _mm512_storeu_ps(out + p * kPanelCols, load16(row + p * kPanelCols));
-      } else {
-        const S* odd = this->row(1);
-        AMX_SFT_MOE_UNROLL
-        for (int p = 0; p < 4; p += 2) {
-          const __m512i a = _mm512_loadu_si512(row + p * kPanelCols);
-          const __m512i b = _mm512_loadu_si512(odd + p * kPanelCols);
-          _mm512_storeu_si512(out + 2 * p * kPanelCols, pairs_of_rows<0>(a, b));
-          _mm512_storeu_si512(out + (2 * p + 2) * kPanelCols, pairs_of_rows<1>(a, b));
-        }
+    for (index_t units = due(); units > 0; --units, next_unit()) {
+      const bf16* even = row(0);
+      const bf16* odd = row(1);
+      AMX_SFT_MOE_UNROLL
+      for (int p = 0; p < 4; p += 2) {
+        const __m512i a = _mm512_loadu_si512(even + p * kPanelCols);
+        const __m512i b = _mm512_loadu_si512(odd + p * kPanelCols);
+        _mm512_storeu_si512(out() + 2 * p * kPanelCols, pairs_of_rows<0>(a, b));
+        _mm512_storeu_si512(out() + (2 * p + 2) * kPanelCols, pairs_of_rows<1>(a, b));
       }
     }
   }
 };
 
-template <class S, class E>
-  requires MadeAhead<S, E>
-struct ColumnsAhead : arch::ColumnsAhead<S, E> {
-  using arch::ColumnsAhead<S, E>::ColumnsAhead;
+struct ColumnsAhead : arch::ColumnsAhead {
+  using arch::ColumnsAhead::ColumnsAhead;
 
   AMX_SFT_MOE_INLINE AMX_SFT_MOE_TARGET_AVX512 void turn() {
-    for (index_t due = this->due(); due > 0; --due, this->next_unit()) {
+    for (index_t units = due(); units > 0; --units, next_unit()) {
       four_dwords(0);
       four_dwords(4);
     }
@@ -55,8 +41,8 @@ struct ColumnsAhead : arch::ColumnsAhead<S, E> {
     __m256i rows[4];  // i, and behind it i + 4
     AMX_SFT_MOE_UNROLL
     for (int i = 0; i < 4; ++i) {
-      const auto* low = reinterpret_cast<const __m128i*>(this->row(i) + first * kPairing<S>);
-      const auto* high = reinterpret_cast<const __m128i*>(this->row(i + 4) + first * kPairing<S>);
+      const auto* low = reinterpret_cast<const __m128i*>(row(i) + first * kPairing<bf16>);
+      const auto* high = reinterpret_cast<const __m128i*>(row(i + 4) + first * kPairing<bf16>);
       rows[i] = _mm256_inserti128_si256(_mm256_castsi128_si256(_mm_loadu_si128(low)), _mm_loadu_si128(high), 1);
     }
     const __m256i a = _mm256_unpacklo_epi32(rows[0], rows[1]), b = _mm256_unpacklo_epi32(rows[2], rows[3]);
@@ -67,14 +53,7 @@ struct ColumnsAhead : arch::ColumnsAhead<S, E> {
     line(first + 3, _mm256_unpackhi_epi64(c, d));
   }
   AMX_SFT_MOE_INLINE AMX_SFT_MOE_TARGET_AVX512 void line(index_t dword, __m256i eight) const {
-    E* out = this->out() + dword * kPairing<S> * kStripCols;
-    if constexpr (std::is_same_v<S, E>) {
-      _mm256_storeu_si256(reinterpret_cast<__m256i*>(out), eight);
-    } else {
-      const __m256i high = _mm256_set1_epi32(static_cast<std::int32_t>(0xffff0000U));
-      _mm256_storeu_si256(reinterpret_cast<__m256i*>(out), _mm256_slli_epi32(eight, 16));
-      _mm256_storeu_si256(reinterpret_cast<__m256i*>(out + kStripCols), _mm256_and_si256(eight, high));
-    }
+    _mm256_storeu_si256(reinterpret_cast<__m256i*>(out() + dword * kPairing<bf16> * kStripCols), eight);
   }
 };
 
