@@ -97,7 +97,7 @@ _LEFT_OUT = re.compile(
     # Which strip comes next: another one is made in its place, and made again.
     r"|\bat_(row|col)\b|\bstep\(row, col\)"
     # Sizes of blocks, and when B is read in place: speed only.
-    r"|kStripDepth =|kFarRows =|k <= k\w*Steps|part_of_columns|parts\)|parts ="
+    r"|kStripBytes =|kStripDepth =|kFarRows =|k <= k\w*Steps|part_of_columns|parts\)|parts ="
     # Only the kernel onednn has such a plan of blocks.
     r"|uniform_plan|plan\.add\(\{0, rows, row_step"
     # Tasks that are still begun after one has failed: its error is thrown all the same.

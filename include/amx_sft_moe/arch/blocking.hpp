@@ -14,16 +14,15 @@ namespace arch {
 // so few row pointers that none is spilled: with 12 rows x 32 columns the compiler kept four of them in vector
 // registers, whose moves compete with the arithmetic.
 inline constexpr index_t kStripCols = 64;
-// Of a strip: an L1 of 32 KiB, two thirds of one of 48. The deeper, the less often C passes through registers; but 64 KiB of
-// floats take up to 1.4 times as long with few rows, which do not repay the way to L2 and back (benchmarks/LOG.md, "Strips
-// of floats").
+// Of a strip: an L1 of 32 KiB, two thirds of one of 48. The deeper, the less often C passes through registers; but with
+// 64 KiB of floats few rows take up to 1.4 times as long (benchmarks/LOG.md, "Strips of floats").
 inline constexpr index_t kStripBytes = index_t{32} << 10;
-// Elements along K: 128 of fp32; 256 of bf16, as many as 1 MiB of L2 in 8 ways holds lines at one place of a page, rows of
-// B being 4 KiB apart.
+// Elements along K: 128 of fp32; 256 of bf16, as many as 1 MiB of L2 in 8 ways holds lines at one place of a page, rows
+// of B being 4 KiB apart.
 template <class E>
 inline constexpr index_t kStripDepth = kStripBytes / kStripCols / index_t{sizeof(E)};
-// From here on a strip of bf16 is made while the one before is multiplied. Products of shallower ones (few tokens of gemm_tn,
-// LoRA's terms) are over before memory that was asked for one strip ahead has come.
+// From here on a strip of bf16 is made while the one before is multiplied. Products of shallower ones (few tokens of
+// gemm_tn, LoRA's terms) are over before memory that was asked for one strip ahead has come.
 inline constexpr index_t kAheadDepth = 64;
 
 // Products in place (arch/in_place.hpp). They are as fast as memory delivers, so it is asked twice. Far ahead into L2: a
