@@ -76,7 +76,7 @@ void run_nt(int threads, index_t tokens, const W* weights, index_t matrices, ind
 void run_nn(int threads, index_t tokens, const W* weights, index_t matrices, index_t out, index_t in,
             const W* activations) {
   Threads team(threads, tokens * in);
-  const index_t wide = gemm::Blocking::of_this_machine().cols_for<Kernel>(out, tokens, in, matrices, threads);
+  const index_t wide = gemm::Blocking::of_this_machine().nn_cols<Kernel>(out, tokens, in, matrices, threads);
   const index_t per_matrix = ceil_div(in, wide);
   team.run(matrices * per_matrix, [&](auto& context, float* result, index_t task) {
     const index_t first = task % per_matrix * wide;
@@ -92,7 +92,7 @@ void run_tn(int threads, index_t tokens, const W* weights, index_t matrices, ind
             const W* activations) {
   Threads team(threads, kRank * in);
   const index_t batches = matrices * out / tokens;
-  const index_t wide = gemm::Blocking::of_this_machine().cols_for<Kernel>(tokens, tokens, in, batches, threads);
+  const index_t wide = gemm::Blocking::of_this_machine().tn_cols<Kernel>(tokens, in, batches, threads);
   const index_t per_batch = ceil_div(in, wide);
   team.run(batches * per_batch, [&](auto& context, float* result, index_t task) {
     const index_t first = task % per_batch * wide;

@@ -111,7 +111,7 @@ class KernelForms {
 
   double nn_seconds(index_t m, index_t products) {
     const index_t step = std::min(m, gemm::Blocking::even_tokens(m, gemm::Blocking::kTokensPerTask));
-    const index_t wide = blocking_.template cols_for<Kernel>(shape_.out, step, shape_.in, products, threads_);
+    const index_t wide = blocking_.template nn_cols<Kernel>(shape_.out, step, shape_.in, products, threads_);
     const GemmTasks tasks{products, ceil_div(m, step), ceil_div(shape_.in, wide)};
     return run(tasks.count(), [&](auto& context, float* result, index_t task) {
       const index_t row = tasks.row(task) * step;
@@ -127,7 +127,7 @@ class KernelForms {
   }
 
   double tn_seconds(index_t m, index_t products) {
-    const index_t wide = blocking_.template cols_for<Kernel>(m, m, shape_.in, memory_.matrices, threads_);
+    const index_t wide = blocking_.template tn_cols<Kernel>(m, shape_.in, memory_.matrices, threads_);
     const index_t per_product = ceil_div(shape_.in, wide);
     return run(products * per_product, [&](auto& context, float* result, index_t task) {
       const index_t first = task % per_product * wide;

@@ -8,7 +8,7 @@
 //   core/       element types, views, errors, activations as policies
 //   parallel/   regions of tasks: the only place that knows OpenMP
 //   profile/    the list of phases, the recorder, NVTX ranges, dumps and traces
-//   arch/       instruction sets: microkernels and row operations, the only place with intrinsics
+//   arch/       instruction sets: microkernels and row operations, the only place with vector intrinsics
 //   gemm/       gemm_nt, gemm_nn, gemm_tn over panels or strips; blocking constants
 //   lora/       adapters and their own products
 //   moe/        routing, workspace, the phases of forward and backward
@@ -17,7 +17,7 @@
 #pragma once
 
 #include "amx_sft_moe/core/config_macros.hpp"
-// The rest in the order of the layers.
+// Behind the macros, what uses them.
 #include "amx_sft_moe/arch/cpu_features.hpp"
 #include "amx_sft_moe/core/activation.hpp"
 #include "amx_sft_moe/core/aligned_buffer.hpp"

@@ -1,4 +1,8 @@
 # What a user's project may count on, besides that it builds and runs.
+if(WITH_ONEDNN)
+  target_link_libraries(consumer PRIVATE amx_sft_moe::onednn)
+  target_compile_definitions(consumer PRIVATE CONSUMER_HAS_ONEDNN)
+endif()
 get_target_property(flags amx_sft_moe::amx_sft_moe INTERFACE_COMPILE_OPTIONS)
 if(flags)
   message(FATAL_ERROR "the library's target brings compile options: ${flags}")

@@ -2,6 +2,7 @@
 // and run on other CPUs. One step of a tiny problem by every kernel that this CPU runs; results of one type of
 // weights must agree. Prints for each kernel the hash of its results' bits, so that machines can be compared.
 #include <amx_sft_moe/amx_sft_moe.hpp>
+#include <amx_sft_moe/kernels/machine_probe.hpp>
 #include <cmath>
 #include <cstdint>
 #include <cstdlib>

@@ -1,7 +1,7 @@
 # The consumers' program by every compiler found and both standards, strict warnings as errors, built and run; once
 # more with kernel onednn where that is given. Says which compilers are absent, and fails where one of those that the
 # README names is and AMX_SFT_MOE_REQUIRE_ALL=1 is in the environment.
-# cmake -DSOURCE=... -DWORK=... [-DONEDNN_INCLUDE=... -DONEDNN_LIBRARY=...] -P matrix.cmake
+# cmake -DSOURCE=... -DWORK=... [-DONEDNN_INCLUDE=... -DONEDNN_LIBRARY=...] [-DNVTX_INCLUDE=...] -P matrix.cmake
 cmake_minimum_required(VERSION 3.24)
 set(compilers g++-12 g++-13 g++-14 clang++-16 clang++-17 clang++-18 clang++-19)
 set(required g++-12 clang++-16 clang++-19)
@@ -22,6 +22,11 @@ if(ONEDNN_LIBRARY)
   endif()
 else()
   message(STATUS "without kernel onednn: oneDNN was not found")
+endif()
+if(NVTX_INCLUDE)
+  list(APPEND options -isystem ${NVTX_INCLUDE})
+else()
+  message(STATUS "without NVTX ranges: its headers were not found")
 endif()
 
 # Sets `result`, `output`.

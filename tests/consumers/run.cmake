@@ -1,5 +1,6 @@
 # Uses the library as a package's user does and runs the result: cmake -DKIND=... -DSOURCE=... -DWORK=...
-# -DCOMPILER=... -DGENERATOR=... -DMAKE_PROGRAM=... -P run.cmake. No network, and nothing is left behind.
+# -DCOMPILER=... -DGENERATOR=... -DMAKE_PROGRAM=... [-DWITH_ONEDNN=ON] -P run.cmake. No network, and nothing is left
+# behind.
 cmake_minimum_required(VERSION 3.24)
 set(here ${CMAKE_CURRENT_LIST_DIR})
 unset(ENV{CXXFLAGS}) # -m flags of the one who runs the tests are not the library's
@@ -15,9 +16,15 @@ endfunction()
 
 function(run_program)
   run(${ARGN})
-  if(NOT output MATCHES "portable fp32: bits" OR NOT output MATCHES "auto bf16: ")
-    message(FATAL_ERROR "expected a line for each kernel, got\n${output}")
+  set(expected "portable fp32: bits" "auto bf16: ")
+  if(WITH_ONEDNN)
+    list(APPEND expected "onednn fp32: bits")
   endif()
+  foreach(line IN LISTS expected)
+    if(NOT output MATCHES "${line}")
+      message(FATAL_ERROR "expected a line for each kernel, got\n${output}")
+    endif()
+  endforeach()
   message(STATUS "${KIND}\n${output}")
 endfunction()
 
@@ -58,7 +65,8 @@ elseif(KIND STREQUAL "plain") # no CMake: one command, with OpenMP and without
   return()
 endif()
 
-run(${configure} -S ${here}/${KIND} -B ${WORK}/build -DAMX_SFT_MOE_FROM=${from} -DCMAKE_PREFIX_PATH=${WORK}/prefix)
+run(${configure} -S ${here}/${KIND} -B ${WORK}/build -DAMX_SFT_MOE_FROM=${from} -DCMAKE_PREFIX_PATH=${WORK}/prefix
+    -DWITH_ONEDNN=${WITH_ONEDNN})
 run(${CMAKE_COMMAND} --build ${WORK}/build)
 run_program(${WORK}/build/consumer)
 file(REMOVE_RECURSE ${WORK})

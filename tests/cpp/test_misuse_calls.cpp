@@ -98,7 +98,8 @@ TYPED_TEST(MisuseOfCalls, ForwardOnTheStack) {
 TYPED_TEST(MisuseOfCalls, ForwardIntoCallersBuffers) {
   Trial<TypeParam> t;
   const auto poison = t.saved_bits();
-  for (const std::vector<BadCall>& table : {bad_routings(), bad_forwards(), bad_saved_activations()}) {
+  for (const std::vector<BadCall>& table :
+       {bad_routings(), bad_forwards(), bad_saved_activations(), shared_saved_activations()}) {
     for (const BadCall& bad : table) {
       SCOPED_TRACE(bad.complaint.argument);
       const Call call = t.spoiled(bad);
@@ -107,6 +108,34 @@ TYPED_TEST(MisuseOfCalls, ForwardIntoCallersBuffers) {
       EXPECT_EQ(t.saved_bits(), poison);
       t.expect_still_usable();
     }
+  }
+}
+
+// What a forward still reads is not where it writes.
+TYPED_TEST(MisuseOfCalls, OutputWhereParametersLie) {
+  using Weight = typename TypeParam::Weight;
+  Trial<TypeParam> t;
+  const auto y_at = [](const auto* data) {
+    using T = std::remove_cvref_t<decltype(*data)>;
+    return AnyMatrix(const_cast<T*>(data), 9, 17, 17);
+  };
+  const auto& base = t.problem.template base<Weight>();
+  const amx_sft_moe::LoraWeights lora = t.problem.lora();
+  const auto factor_at = [&](const auto& factor) { return factor[0].visit(y_at); };
+  const auto bias_at = [&](const auto& bias) { return bias.visit(y_at); };
+  const std::pair<const char*, AnyMatrix> given[] = {
+      {"weights.gate", y_at(base.gate[2].data)}, {"weights.up", y_at(base.up[1].data)},
+      {"weights.down", y_at(base.down[0].data)}, {"weights.biases.down", bias_at(base.biases.down)},
+      {"lora.gate.a", factor_at(lora.gate.a)},   {"lora.up.b", factor_at(lora.up.b)},
+      {"lora.down.b", factor_at(lora.down.b)},
+  };
+  for (const auto& [name, y] : given) {
+    for (const bool save : {true, false}) {
+      expect_refused<ArgumentError>([&] { t.moe.forward_sft(t.problem.routing(), t.problem.x(), y, save); },
+                                    {"y", "memory of its own", name});
+    }
+    EXPECT_EQ(t.moe.saved_depth(), 0);
+    t.expect_still_usable();
   }
 }
 

@@ -78,6 +78,8 @@ std::vector<BadBase<Weight>> bad_base_weights() {
   static const Weight* const one_is_null[] = {storage.data(), storage.data(), nullptr};
   return {
       {{"gate", "non-null", "null"}, [](BaseWeights& w) { w.gate.base = nullptr; }},
+      {{"up", "address space", "9223372036854775807"},
+       [](BaseWeights& w) { w.up.expert_stride = std::numeric_limits<index_t>::max(); }},
       {{"up", "non-null", "null"},
        [](BaseWeights& w) {
          w.up = {};

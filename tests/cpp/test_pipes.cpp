@@ -141,6 +141,28 @@ TEST_F(Pipe, ForgetsItsOwnSignalOnly) {
   pthread_sigmask(SIG_SETMASK, &before, nullptr);
 }
 
+// Standard error is a pipe too where a program's output is piped.
+TEST_F(Pipe, StandardErrorWithoutAReaderEndsTheDumpsOnly) {
+  const Variable form("AMX_SFT_MOE_TIMER", "text"), file("AMX_SFT_MOE_TIMER_FILE", "");
+  amx_sft_moe::TimerOutput output = amx_sft_moe::TimerOutput::from_environment();
+  amx_sft_moe::StepRecord record;
+  record.begin_ns = 1;
+  int ends[2];
+  ASSERT_EQ(pipe(ends), 0);
+  const int before = dup(STDERR_FILENO);
+  dup2(ends[1], STDERR_FILENO);
+  close(ends[1]);
+  const auto write = [&] { output.write(record, {amx_sft_moe::StepKind::kBackward, "", "none", 0}); };
+  write();
+  char some[16];
+  const ssize_t got = read(ends[0], some, sizeof some);
+  close(ends[0]);
+  write();  // SIGPIPE would end the test
+  dup2(before, STDERR_FILENO);
+  close(before);
+  EXPECT_GT(got, 0) << "while there was a reader";
+}
+
 // Disks are waited for, and records of files stay whole.
 TEST_F(Pipe, RegularFilesAreOpenedAsBefore) {
   const auto path = fresh_file("no_pipe");

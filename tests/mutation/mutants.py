@@ -50,7 +50,7 @@ PARTS = {
         14,
         ("core/*.hpp",),
         (("portable_bf16",), ("avx2_bf16",)),
-        ("problem", "test_locale", "test_overlap", "test_parallel", "test_validate"),
+        ("problem", "test_locale", "test_overlap", "test_parallel", "test_sizes", "test_validate"),
     ),
     "gemm": Part(16, ("gemm/*.hpp",), (_PLAIN, _TILES), ("test_gemm_columns", "test_gemm_tokens")),
     "lora": Part(12, ("lora/*.hpp",), (_PLAIN, _TILES)),

@@ -6,6 +6,7 @@
 #include <cstddef>
 #include <functional>
 #include <limits>
+#include <string>
 #include <vector>
 
 #include "moe.hpp"
@@ -72,6 +73,9 @@ inline std::function<void(Call&)> overlapping(AnyExpertTensor LoraGradients::*wh
   return
       [=](Call& c) { c.grads.lora.*which = {somewhere(), 3, rows, cols, strides[0], strides[1], strides[2]}; };
 }
+// A stride that no tensor in memory has, and how it is told.
+inline constexpr index_t kNowhere = index_t{1} << 62;
+inline constexpr const char* kNowhereText = "4611686018427387904";
 inline AnyConstMatrix null_matrix(index_t rows, index_t cols) {
   return {static_cast<const float*>(nullptr), rows, cols, cols};
 }
@@ -96,6 +100,13 @@ inline std::vector<BadCall> bad_routings() {
       {{"weights.rows", "9", "10"}, [](Call& c) { c.routing.weights = const_floats(10, 2, 2); }},
       {{"weights.cols", "2", "3"}, [](Call& c) { c.routing.weights = const_floats(9, 3, 3); }},
       {{"weights.row_stride", "", "-2"}, [](Call& c) { c.routing.weights = const_floats(9, 2, -2); }},
+      {{"weights", "address space", kNowhereText},
+       [](Call& c) { c.routing.weights = const_floats(9, 2, 2, kNowhere); }},
+      {{"expert_ids", "address space", kNowhereText},
+       [](Call& c) {
+         static const std::int64_t ids[64] = {};
+         c.routing.expert_ids = {ids, kNowhere};
+       }},
   };
 }
 
@@ -115,6 +126,13 @@ inline std::vector<BadCall> bad_forwards() {
       {{"y.cols", "17", "33"}, [](Call& c) { c.y = floats(9, 33, 33); }},
       {{"y.row_stride", "17", "16"}, [](Call& c) { c.y = floats(9, 17, 16); }},
       {{"y.col_stride", "1", "9"}, [](Call& c) { c.y = floats(9, 17, 17, 9); }},
+      {{"x", "address space", kNowhereText}, [](Call& c) { c.x = const_floats(9, 17, kNowhere); }},
+      {{"y", "address space", kNowhereText}, [](Call& c) { c.y = floats(9, 17, kNowhere); }},
+      {{"y", "memory of its own", "routing.weights"},
+       [](Call& c) {
+         c.y = floats(9, 17, 17);
+         c.routing.weights = const_floats(9, 2, 2);
+       }},
   };
 }
 
@@ -209,6 +227,12 @@ inline std::vector<BadCall> bad_backwards() {
       {{"lora.up_b", "not overlap", "(165, 5, 0)"}, overlapping(&LoraGradients::up_b, 33, 5, {165, 5, 0})},
       {{"lora.down_a", "not overlap", "(1, 9, 3)"}, overlapping(&LoraGradients::down_a, 6, 33, {1, 9, 3})},
       {{"lora.down_b", "not overlap", "(102, 6, 6)"}, overlapping(&LoraGradients::down_b, 17, 6, {102, 6, 6})},
+      {{"gate_b", "address space", kNowhereText},
+       [](Call& c) { c.grads.lora.gate_b = {somewhere(), 3, 33, 4, kNowhere, 4, 1}; }},
+      {{"weights.up", "address space", "-" + std::string(kNowhereText)},
+       [](Call& c) { c.grads.weights.up = {somewhere(), 3, 33, 17, 561, -kNowhere, 1}; }},
+      {{"biases.gate", "address space", kNowhereText},
+       [](Call& c) { c.grads.biases.gate = floats(3, 33, kNowhere); }},
       {{"scale", "finite", "nan"}, [](Call& c) { c.grads.scale = std::numeric_limits<float>::quiet_NaN(); }},
   };
 }
@@ -224,6 +248,32 @@ inline std::vector<BadCall> bad_saved_activations() {
       {{"saved.u_up.cols", "5", "4"}, [](Call& c) { c.saved.u_up.cols = 4; }},
       {{"saved.u_down.rows", "18", "9"}, [](Call& c) { c.saved.u_down.rows = 9; }},
       {{"saved.u_down.row_stride", "6", "0"}, [](Call& c) { c.saved.u_down.row_stride = 0; }},
+      {{"saved.gate", "address space", kNowhereText}, [](Call& c) { c.saved.gate.row_stride = kNowhere; }},
+  };
+}
+
+// Of a forward, which writes them.
+inline std::vector<BadCall> shared_saved_activations() {
+  const auto here = [] { return reinterpret_cast<std::byte*>(somewhere()); };
+  return {
+      {{"saved.up", "memory of its own", "saved.gate"}, [](Call& c) { c.saved.up = c.saved.gate; }},
+      {{"saved.u_up", "memory of its own", "saved.u_gate"},
+       [=](Call& c) { c.saved.u_gate.data = c.saved.u_up.data = here(); }},
+      {{"saved.u_down", "memory of its own", "x"},
+       [=](Call& c) {
+         c.saved.u_down.data = here();
+         c.x = const_floats(9, 17, 17);
+       }},
+      {{"saved.gate", "memory of its own", "y"},
+       [=](Call& c) {
+         c.saved.gate.data = here();
+         c.y = floats(9, 17, 17);
+       }},
+      {{"saved.u_gate", "memory of its own", "routing.weights"},
+       [=](Call& c) {
+         c.saved.u_gate.data = here();
+         c.routing.weights = const_floats(9, 2, 2);
+       }},
   };
 }
 

@@ -47,17 +47,16 @@ struct InPlaceSums {
   template <class S>
   static void multiply_in_place(const A* a, index_t a_stride, index_t rows, const RowSource<S>& b, index_t k,
                                 index_t cols, const SumRows& c) {
-    const index_t height = ceil_div(rows, ceil_div(rows, index_t{MostRows}));
-    const index_t wide = part_of_columns(height, cols);
-    for (index_t r = 0; r < rows; r += height) {
-      const auto add = rows_of<S>(std::min(height, rows - r));
+    for_each_part(rows, MostRows, [&](index_t r, index_t height) {
+      const auto add = rows_of<S>(height);
+      const index_t wide = part_of_columns(height, cols);
       for (index_t kk = 0; kk < k; kk += kFarRows) {
         for (index_t j = 0; j < cols; j += wide) {
           const Product<S> product{a + r * a_stride, a_stride, b.from_column(j), k, std::min(wide, cols - j)};
           add(product, kk, std::min(kk + kFarRows, k), c.from(r, j));
         }
       }
-    }
+    });
   }
 
  private:
@@ -145,40 +144,32 @@ struct InPlaceDots {
   // as many places they came no faster than L2 delivers.
   template <class S>
   static void order_tokens(const X* x, index_t x_stride, index_t tokens, index_t k, X* ordered) {
-    const index_t at_once = tokens_at_once(tokens);
-    for (index_t t = 0; t < tokens; t += at_once) {
-      Tiles::template order<S>(x + t * x_stride, x_stride, std::min(at_once, tokens - t), k,
-                               ordered + ordered_size(t, k));
-    }
+    for_each_part(tokens, DotTokens, [&](index_t t, index_t count) {
+      Tiles::template order<S>(x + t * x_stride, x_stride, count, k, ordered + ordered_size(t, k));
+    });
   }
 
   // C [tokens, outs] += X [tokens, k] x W^T, W [outs, k] with its columns adjacent. Each pass over some rows of W
-  // asks for its share of the next ones: memory does not wait for arithmetic.
+  // asks for its share of the next ones: memory does not wait for arithmetic. Passes have as many tokens as one another:
+  // one of few would not hide the latency of its products.
   template <class S>
   static void dot_in_place(const RowSource<S>& w, index_t outs, const X* ordered, index_t tokens, index_t k,
                            const SumRows& c) {
-    const index_t at_once = tokens_at_once(tokens);
-    const index_t far_shift = tokens > at_once ? 1 : 0;
+    const index_t far_shift = tokens > DotTokens ? 1 : 0;
     for (index_t o = 0; o < outs; o += DotOuts) {
-      for (index_t t = 0; t < tokens; t += at_once) {
+      for_each_part(tokens, DotTokens, [&](index_t t, index_t count) {
         const S* row[std::size_t{DotOuts}];
         const S* far[std::size_t{DotOuts}];
         for (index_t i = 0; i < DotOuts; ++i) {
           row[i] = w.row(std::min(o + i, outs - 1));
           far[i] = w.row(std::min(o + i + DotOuts, outs - 1)) + (t > 0 ? k / 2 : 0);
         }
-        dot_of<S>(outs - o, std::min(at_once, tokens - t))(row, far, far_shift, ordered + ordered_size(t, k), k,
-                                                           c.from(t, o));
-      }
+        dot_of<S>(outs - o, count)(row, far, far_shift, ordered + ordered_size(t, k), k, c.from(t, o));
+      });
     }
   }
 
  private:
-  // Passes of equal height: a last one of few tokens would not hide the latency.
-  static constexpr index_t tokens_at_once(index_t tokens) {
-    return ceil_div(tokens, ceil_div(tokens, index_t{DotTokens}));
-  }
-
   template <class S>
   using Dot = void (*)(const S* const*, const S* const*, index_t, const X*, index_t, const SumRows&);
   template <class S>

@@ -1,6 +1,5 @@
-// The operand formats that microkernels of every instruction set share.
-//
-// C[M, N] += A[M, K] x B[K, N]: A is read row by row, its K adjacent; B comes packed in panels of 16 columns:
+// The operand formats of microkernels. C[M, N] += A[M, K] x B[K, N]: A is read row by row, its K adjacent. For kernels
+// of strips B is cut as arch/strips.hpp says; for kernels of tiles it comes packed in panels of 16 columns:
 //
 //     panel p, bf16:  [K / 2][16 columns][2]     pairs along K, as VDPBF16PS and TDPBF16PS want them (VNNI)
 //     panel p, float: [K][16 columns]

@@ -37,16 +37,14 @@ struct StripTiles {
   template <class Ahead>
   static void multiply(const E* a, index_t a_stride, index_t rows, const E* strip, index_t k, index_t cols,
                        const SumRows& c, Ahead ahead) {
-    const index_t tiles = ceil_div(rows, index_t{Rows});
-    const index_t height = ceil_div(rows, tiles);  // equal: a last tile of few rows would not hide the latency
     const index_t steps = k / kKUnit;
-    ahead.spread(tiles * ceil_div(cols, kCols) * ceil_div(steps, kStepsATurn));
+    ahead.spread(ceil_div(rows, index_t{Rows}) * ceil_div(cols, kCols) * ceil_div(steps, kStepsATurn));
     for (index_t j = 0; j < cols; j += kCols) {
       const index_t panels = cols - j < kCols ? ceil_div(cols - j, kPanelCols) : Panels;
-      for (index_t i = 0; i < rows; i += height) {
-        const index_t here = rows - i < height ? rows - i : height;
-        tile_of<Ahead>(here, panels)(a + i * a_stride, a_stride, strip + j * k, steps, c.from(i, j), ahead);
-      }
+      // A tile of few rows would not hide the latency of its products.
+      for_each_part(rows, Rows, [&](index_t i, index_t height) {
+        tile_of<Ahead>(height, panels)(a + i * a_stride, a_stride, strip + j * k, steps, c.from(i, j), ahead);
+      });
     }
   }
 

@@ -36,7 +36,7 @@ inline constexpr float kGeluTanhSlope = 1.5957691216F;  // 2 sqrt(2 / pi)
 inline constexpr float kGeluTanhCubic = 0.044715F;
 
 // Phi(-|x|) = exp(-x^2 / 2) / 2 * t P(t),  t = 1 / (1 + kNormalTailScale |x|), for vector code. P was fitted to
-// erfcx(|x| / sqrt 2) / t with relative weights (Lawson's iteration on Chebyshev nodes): 2e-8 over all x that
+// erfcx(|x| / sqrt 2) / t with relative weights (Lawson's iteration on Chebyshev nodes): 3e-8 over all x that
 // fp32's exp does not take to zero. Coefficients of P from t^8 down.
 inline constexpr float kNormalTailScale = 0.21213203F;  // 0.3 / sqrt 2
 inline constexpr float kNormalTail[9] = {-0.12925273180F, 0.48429954052F,  -0.50976818800F,

@@ -61,13 +61,24 @@ constexpr index_t round_up(index_t a, index_t b) {
   return ceil_div(a, b) * b;
 }
 
+// Cuts [0, all) into as few parts of at most `most` as will do, as long as one another, give or take one: f(first, count).
+template <class F>
+constexpr void for_each_part(index_t all, index_t most, F&& f) {
+  index_t first = 0;
+  for (index_t left = ceil_div(all, most); left > 0; --left) {
+    const index_t count = ceil_div(all - first, left);
+    f(first, count);
+    first += count;
+  }
+}
+
 // Elements from row to row of the library's own matrices: whole cache lines, and no multiple of 1 KiB, which would have
 // neighbouring rows compete for a quarter of L1's sets, or at 4 KiB for one.
 template <class T>
 constexpr index_t spread_row_stride(index_t cols) {
   constexpr index_t kLine = 64 / static_cast<index_t>(sizeof(T));
   const index_t stride = round_up(cols, kLine);
-  return stride % (16 * kLine) == 0 ? stride + kLine : stride;
+  return stride > 0 && stride % (16 * kLine) == 0 ? stride + kLine : stride;
 }
 
 AMX_SFT_MOE_NAMESPACE_END

@@ -67,6 +67,20 @@ inline bool elements_overlap(std::array<Extent, 3> dims) {
   return false;
 }
 
+// Whether a tensor of such strides, in elements, fits in an address space: what goes on with offsets in bytes relies on
+// it. Virtual addresses of x86-64 have 57 bits.
+inline bool addressable(const std::array<Extent, 3>& dims) {
+  constexpr index_t kMost = index_t{1} << 57;
+  index_t reach = 0;
+  for (const Extent& dim : dims) {
+    if (dim.count <= 1) continue;
+    const index_t most = (kMost - reach) / (dim.count - 1);
+    if (dim.stride > most || dim.stride < -most) return false;
+    reach += (dim.count - 1) * std::abs(dim.stride);
+  }
+  return true;
+}
+
 // The memory of a strided tensor. Strides and sizes count bytes.
 struct Footprint {
   std::uintptr_t begin = 0;  // lowest address

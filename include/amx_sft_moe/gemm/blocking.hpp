@@ -1,5 +1,5 @@
 // The sizes of the operator's tasks, panels and products, with their derivation (those within a product:
-// arch/blocking.hpp). They change speed, never bits (but for kGradTokens, which is the same everywhere).
+// arch/blocking.hpp). They change speed, never bits, but for kGradTokens, which is the same on every machine.
 #pragma once
 
 #include <unistd.h>
@@ -69,23 +69,21 @@ struct Blocking {
     return blocking;
   }
 
-  // Columns of a task of gemm_nn or gemm_tn, [rows, cols] of each of `experts`, where `threads` share them: what of B,
-  // packed, stays in L2 while k steps of it are used; or of strips, which are used at once, what of C does.
+  // Columns of a task of gemm_nn over k steps, [rows, cols] of each of `experts`, where `threads` share them: what of B,
+  // packed, stays in L2; or, where B is used at once or packed in parts, what of C does.
   template <class Kernel>
-  index_t cols_for(index_t k, index_t rows, index_t cols, index_t experts, int threads) const {
+  index_t nn_cols(index_t k, index_t rows, index_t cols, index_t experts, int threads) const {
     if constexpr (!MultipliesStrips<Kernel> && !AddsToC<Kernel>) return resident_cols<Kernel>(k);
-    constexpr index_t kFloat = sizeof(float);
-    const auto fits = [&](index_t wide) {
-      return rows * wide * kFloat <= panel_bytes &&
-             experts * ceil_div(cols, wide) >= kTasksPerThread * index_t{threads};
-    };
-    index_t wide = whole_rows<Kernel>(k, rows) ? kMaxInPlaceCols : kMaxStripCols;
-    while (wide > kMaxCols && !fits(wide)) wide /= 2;
-    if constexpr (AddsToC<Kernel>) {
-      // More rows than gemm_nn ever has are the tokens of a gemm_tn, all of which are packed together.
-      if (rows > kTokensPerTask) return std::min(wide, resident_cols<Kernel>(rows));
-    }
-    return wide;
+    return shared_cols(whole_rows<Kernel>(k, rows) ? kMaxInPlaceCols : kMaxStripCols, rows, cols, experts,
+                       threads);
+  }
+  // Columns of a task of gemm_tn with LoRA's factors, B [tokens, cols]: what of B stays in L2 while the factors meet it,
+  // packed together by kernels of tiles, and in grad_Ad made by the task itself.
+  template <class Kernel>
+  index_t tn_cols(index_t tokens, index_t cols, index_t experts, int threads) const {
+    const bool narrow = !MultipliesStrips<Kernel> && (!AddsToC<Kernel> || tokens > kTokensPerTask);
+    if (narrow) return resident_cols<Kernel>(tokens);
+    return shared_cols(kMaxStripCols, tokens, cols, experts, threads);
   }
   // Rows of one product of a base weight's gradient from so many tokens.
   template <class Kernel>
@@ -120,6 +118,16 @@ struct Blocking {
   static constexpr bool whole_rows(index_t k, index_t rows) {
     if constexpr (SumsInPlace<Kernel>) return k >= kManyRows && Kernel::Microkernel::in_place(k, rows);
     return false;
+  }
+
+  // At most `wide`, halved until `rows` of fp32 stay in L2 and each thread has tasks to choose from.
+  index_t shared_cols(index_t wide, index_t rows, index_t cols, index_t experts, int threads) const {
+    const auto fits = [&] {
+      return rows * wide * index_t{sizeof(float)} <= panel_bytes &&
+             experts * ceil_div(cols, wide) >= kTasksPerThread * index_t{threads};
+    };
+    while (wide > kMaxCols && !fits()) wide /= 2;
+    return wide;
   }
 
   template <class Kernel>

@@ -4,7 +4,7 @@
 #pragma once
 
 #include "amx_sft_moe/core/config_macros.hpp"
-// The rest in the order of the layers.
+// Behind the macros, what uses them.
 #include <algorithm>
 #include <atomic>
 #include <chrono>

@@ -1,7 +1,7 @@
 // Kernel `onednn`: the products by oneDNN's matmul, everything else as in the other kernels. For CPUs that have
 // no kernel of their own here, and as a second opinion in tests and benchmarks.
 //
-// Not part of amx_sft_moe.hpp: it needs <dnnl.hpp>, of oneDNN 2.6 or later with the CPU runtime OMP, and its
+// Not part of amx_sft_moe.hpp: it needs <dnnl.hpp>, of oneDNN 2.6 or later with the CPU runtime OMP or SEQ, and its
 // library (CMake: link amx_sft_moe::onednn). Include it before or behind amx_sft_moe.hpp:
 //
 //     AMX_SFT_MOE<kernels::OneDnnBf16> moe(...);
@@ -9,7 +9,7 @@
 #pragma once
 
 #include "amx_sft_moe/core/config_macros.hpp"
-// The rest in the order of the layers.
+// Behind the macros, what uses them.
 #include <string>
 #include <string_view>
 

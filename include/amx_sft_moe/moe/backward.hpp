@@ -60,6 +60,17 @@ void backward_scatter(Step<Kernel>& step, const BackwardRows<Kernel>& rows, cons
 // Kinds of tasks. Measured costs of tasks (benchmarks/) know them by number: new ones come last.
 enum DownTask : int { kDownGemm, kDownGradA, kDownGradB, kDownIdle, kDownWeight, kDownWeightIdle };
 
+// The task's columns of `to` = sum over the terms, whose B begin with them.
+template <class Kernel, std::size_t Terms>
+void product_into(Worker<Kernel>& worker, const Task& task, const std::array<gemm::NnTerm, Terms>& terms,
+                  const MatrixView<float>& to) {
+  gemm::gemm_nn<Kernel>(worker.gemm, task.rows, task.cols, terms, [&](const gemm::Block& block) {
+    const arch::BlockTarget<float> target{
+        to.row(block.row) + task.col + block.col, to.row_stride, 1, false, 1.0F, nullptr};
+    Kernel::Rows::store(block.c, block.stride, block.rows, block.cols, target);
+  });
+}
+
 // grad_h = p Wd + v_d Ad, a block of columns.
 template <class Kernel>
 void backward_down_gemm(Step<Kernel>& step, const BackwardRows<Kernel>& rows, Worker<Kernel>& worker,
@@ -73,12 +84,7 @@ void backward_down_gemm(Step<Kernel>& step, const BackwardRows<Kernel>& rows, Wo
     terms[1] = {rows_of(rows.v_down, expert, task.row),
                 gemm::AnyRows(adapter.a[expert.expert]).from(0, task.col), adapter.rank()};
   }
-  const MatrixView<float> to = rows_of(rows.grad_h, expert, task.row);
-  gemm::gemm_nn<Kernel>(worker.gemm, task.rows, task.cols, terms, [&](const gemm::Block& block) {
-    const arch::BlockTarget<float> target{
-        to.row(block.row) + task.col + block.col, to.row_stride, 1, false, 1.0F, nullptr};
-    Kernel::Rows::store(block.c, block.stride, block.rows, block.cols, target);
-  });
+  product_into<Kernel>(worker, task, terms, rows_of(rows.grad_h, expert, task.row));
 }
 
 // grad_Ad = (w v_d)^T h, a block of columns. In chunks of tokens, like a weight's gradient: so h, made again, takes
@@ -134,8 +140,19 @@ inline void clear_idle(const AnyExpertTensor& grad, index_t expert) {
 // LoRA's gradients: all rows of an expert, `cols` columns of x, h or their gradients cut into tasks.
 template <class Kernel>
 void add_gradient_tasks(Step<Kernel>& step, int kind, const ExpertRows& expert, index_t cols) {
-  add_tasks(step.work.tasks, kind, expert, expert.rows, cols,
-            step.cols_per_task(expert.rows, expert.rows, cols));
+  const index_t col_step =
+      step.blocking.template tn_cols<Kernel>(expert.rows, cols, step.active_experts(), step.threads);
+  add_tasks(step.work.tasks, kind, expert, expert.rows, cols, col_step);
+}
+
+// gemm_nn over k steps, [rows, cols] of an expert cut into tasks.
+template <class Kernel>
+void add_product_tasks(Step<Kernel>& step, int kind, const ExpertRows& expert, index_t k, index_t cols) {
+  const index_t rows =
+      std::min(expert.rows, gemm::Blocking::even_tokens(expert.rows, gemm::Blocking::kTokensPerTask));
+  const index_t col_step =
+      step.blocking.template nn_cols<Kernel>(k, rows, cols, step.active_experts(), step.threads);
+  add_tasks(step.work.tasks, kind, expert, rows, cols, col_step);
 }
 
 template <class Kernel>
@@ -146,10 +163,7 @@ void add_down_tasks(Step<Kernel>& step, const Gradients& grads) {
   const bool wants_weight = !grads.weights.down.empty();
   tasks.clear();
   for (const ExpertRows& expert : step.work.routing.active()) {
-    const index_t rows =
-        std::min(expert.rows, gemm::Blocking::even_tokens(expert.rows, gemm::Blocking::kTokensPerTask));
-    add_tasks(tasks, kDownGemm, expert, rows, step.intermediate,
-              step.cols_per_task(step.hidden, rows, step.intermediate));
+    add_product_tasks(step, kDownGemm, expert, step.hidden, step.intermediate);
   }
   for (const ExpertRows& expert : step.work.routing.active()) {
     if (wants_weight) add_weight_tasks(step, kDownWeight, expert, step.hidden, step.intermediate);
@@ -253,12 +267,7 @@ void backward_base_pass(Step<Kernel>& step, const BackwardRows<Kernel>& rows, Wo
   };
   add(0, rows.grad_gate, step.weights.gate[e], rows.v_gate, step.lora.gate);
   add(1, rows.grad_up, step.weights.up[e], rows.v_up, step.lora.up);
-  const MatrixView<float> to = rows_of(rows.grad_x, expert, task.row);
-  gemm::gemm_nn<Kernel>(worker.gemm, task.rows, task.cols, terms, [&](const gemm::Block& block) {
-    const arch::BlockTarget<float> target{
-        to.row(block.row) + task.col + block.col, to.row_stride, 1, false, 1.0F, nullptr};
-    Kernel::Rows::store(block.c, block.stride, block.rows, block.cols, target);
-  });
+  product_into<Kernel>(worker, task, terms, rows_of(rows.grad_x, expert, task.row));
 }
 
 // grad_A of gate and up, a block of columns: v^T x, x packed once for both. A shared A gets the sum.
@@ -318,10 +327,7 @@ void add_gate_up_tasks(Step<Kernel>& step, const Gradients& grads) {
   tasks.clear();
   if (!grads.x.empty()) {
     for (const ExpertRows& expert : step.work.routing.active()) {
-      const index_t rows =
-          std::min(expert.rows, gemm::Blocking::even_tokens(expert.rows, gemm::Blocking::kTokensPerTask));
-      add_tasks(tasks, kBasePass, expert, rows, step.hidden,
-                step.cols_per_task(2 * step.intermediate, rows, step.hidden));
+      add_product_tasks(step, kBasePass, expert, 2 * step.intermediate, step.hidden);
     }
   }
   for (const ExpertRows& expert : step.work.routing.active()) {

@@ -69,10 +69,7 @@ void bias_gradient(gemm::ThreadContext<Kernel>& thread, const float* weights,
 inline void clear_bias_gradient(const AnyMatrix& grad_b, index_t expert) {
   if (grad_b.empty()) return;
   grad_b.visit([&](auto* data) {
-    using T = std::remove_pointer_t<decltype(data)>;
-    for (index_t c = 0; c < grad_b.cols(); ++c) {
-      data[expert * grad_b.row_stride() + c * grad_b.col_stride()] = from_float<T>(0.0F);
-    }
+    lora::clear({data + expert * grad_b.row_stride(), 1, grad_b.cols(), 0, grad_b.col_stride()});
   });
 }
 

@@ -17,8 +17,6 @@ struct WeightGradients {
   AnyExpertTensor gate;  // [E, I, H]
   AnyExpertTensor up;    // [E, I, H]
   AnyExpertTensor down;  // [E, H, I]
-
-  bool wanted() const { return !gate.empty() || !up.empty() || !down.empty(); }
 };
 
 // Empty views are not wanted and not computed where that saves work. Those of parameters have memory of their own: not

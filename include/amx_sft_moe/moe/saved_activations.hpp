@@ -1,5 +1,5 @@
-// What a forward leaves for its backward: gate and up before the activation, LoRA's r-wide products, and the
-// inputs.
+// What a forward leaves for its backward beside its inputs: gate and up before the activation, and LoRA's r-wide
+// products.
 #pragma once
 
 #include "amx_sft_moe/core/views.hpp"

@@ -32,11 +32,7 @@ struct Step {
   StepTimer& timer;
   SavedActivations<Stored> saved;  // of this step; null views in a forward that saves nothing
 
-  // Columns of a task of gemm_nn or gemm_tn over k that makes [rows, cols] of each active expert.
-  index_t cols_per_task(index_t k, index_t rows, index_t cols) const {
-    const auto experts = static_cast<index_t>(work.routing.active().size());
-    return blocking.template cols_for<Kernel>(k, rows, cols, experts, threads);
-  }
+  index_t active_experts() const { return static_cast<index_t>(work.routing.active().size()); }
 };
 
 // A thread in a region: what it times, and what it brings to a GEMM.

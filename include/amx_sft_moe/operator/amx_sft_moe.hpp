@@ -82,8 +82,8 @@ class AMX_SFT_MOE {
     stack_.push();
   }
 
-  // The same with the caller's buffers, of T k rows (or as many as are routed). Nothing is pushed; x, which backward
-  // needs too, is the caller's to keep.
+  // The same with the caller's buffers, of T k rows (or as many as are routed), each with memory of its own. Nothing is
+  // pushed; x, which backward needs too, is the caller's to keep.
   void forward_sft(const Routing& routing, const AnyConstMatrix& x, const AnyMatrix& y,
                    const SavedActivations<Stored>& saved) {
     const InUse own = own_use(), shared = workspace_use();
@@ -194,6 +194,7 @@ class AMX_SFT_MOE {
     route(routing);
     const index_t rows = workspace_->routing.routed_rows();
     if (check_saved) validate::saved_activations(saved, rows, config_, lora_);
+    validate::outputs_apart(y, saved, config_, weights_, lora_, routing, x);
     {
       StepTimer timer(forward_record_, routing.tokens, rows, begin_ns, Phase::kRoute, observer_);
       auto step = begin_step(routing, saved, timer);

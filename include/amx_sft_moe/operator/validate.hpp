@@ -33,12 +33,29 @@ inline void config(const Config& config) {
   }
 }
 
+// Strides, in elements, that no tensor in memory has: offsets of its elements would overflow.
+template <std::size_t N>
+void addressable(std::string_view name, const std::array<Extent, N>& dims) {
+  std::array<Extent, 3> all{{{1, 0}, {1, 0}, {1, 0}}};
+  std::copy(dims.begin(), dims.end(), all.begin());
+  if (amx_sft_moe::addressable(all)) return;
+  std::string strides, shape;
+  for (const Extent& dim : dims) {
+    strides += concat(strides.empty() ? "" : ", ", dim.stride);
+    shape += concat(shape.empty() ? "" : ", ", dim.count);
+  }
+  throw ArgumentError(
+      concat(name, ": expected strides within the address space, got (", strides, ") for shape [", shape, "]"));
+}
+
 template <class T>
 void expert_matrices(std::string_view name, const ExpertMatrices<const T>& matrices, index_t experts,
                      index_t rows, index_t cols) {
   require_equal({name, ".rows"}, rows, matrices.rows);
   require_equal({name, ".cols"}, cols, matrices.cols);
   require_at_least({name, ".row_stride"}, cols, matrices.row_stride);
+  const index_t expert_stride = matrices.pointers == nullptr ? matrices.expert_stride : 0;
+  addressable<3>(name, {{{experts, expert_stride}, {rows, matrices.row_stride}, {cols, 1}}});
   if (matrices.pointers == nullptr) return require_pointer(name, matrices.base);
   for (index_t e = 0; e < experts; ++e) {
     if (matrices.pointers[e] == nullptr) require_pointer(concat(name, "[", e, "]"), nullptr);
@@ -49,6 +66,7 @@ inline void bias(std::string_view name, const AnyConstMatrix& bias, index_t expe
   if (bias.empty()) return;
   require_equal({name, ".rows"}, experts, bias.rows());
   require_equal({name, ".cols"}, out, bias.cols());
+  addressable<2>(name, {{{experts, bias.row_stride()}, {out, bias.col_stride()}}});
 }
 
 template <class T>
@@ -69,6 +87,8 @@ void expert_tensor(std::string_view name, const BasicAnyExpertTensor<Const>& ten
   require_equal({name, ".experts"}, experts, tensor.experts());
   require_equal({name, ".rows"}, rows, tensor.rows());
   require_equal({name, ".cols"}, cols, tensor.cols());
+  addressable<3>(
+      name, {{{experts, tensor.expert_stride()}, {rows, tensor.row_stride()}, {cols, tensor.col_stride()}}});
 }
 
 inline void adapter(std::string_view name, const LoraAdapter& adapter, index_t experts, index_t in,
@@ -108,6 +128,7 @@ void matrix(std::string_view name, const BasicAnyMatrix<Const>& m, index_t rows,
   } else if (rows > 1 && adjacent_columns) {
     require_at_least({name, ".row_stride"}, cols, m.row_stride());
   }
+  addressable<2>(name, {{{rows, m.row_stride()}, {cols, m.col_stride()}}});
 }
 
 // Elements are written in any order, by several threads.
@@ -140,6 +161,8 @@ inline void routing(const Routing& routing, const Config& config) {
   if (routing.tokens > 0) {
     require_pointer("routing.expert_ids", routing.expert_ids.empty() ? nullptr : &routing);
     require_at_least("routing.expert_ids.row_stride", 0, routing.expert_ids.row_stride());
+    addressable<2>("routing.expert_ids",
+                   {{{routing.tokens, routing.expert_ids.row_stride()}, {config.top_k, 1}}});
   }
   matrix("routing.weights", routing.weights, routing.tokens, config.top_k, false);
 }
@@ -152,6 +175,7 @@ void saved_matrix(std::string_view name, const MatrixView<T>& m, index_t rows, i
   if (cols == 0) return;
   require_at_least({name, ".rows"}, rows, m.rows);
   require_at_least({name, ".row_stride"}, cols, m.row_stride);
+  addressable<2>(name, {{{m.rows, m.row_stride}, {cols, 1}}});
 }
 
 template <class T>
@@ -177,6 +201,7 @@ inline void bias_gradient(std::string_view name, const AnyMatrix& grad, const An
   if (bias.empty()) throw ArgumentError(concat(name, ": expected none (no such bias), got a tensor"));
   require_equal({name, ".rows"}, bias.rows(), grad.rows());
   require_equal({name, ".cols"}, bias.cols(), grad.cols());
+  addressable<2>(name, {{{grad.rows(), grad.row_stride()}, {grad.cols(), grad.col_stride()}}});
   apart(name, grad);
 }
 

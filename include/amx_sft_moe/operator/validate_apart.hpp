@@ -1,7 +1,7 @@
-// Gradients of parameters have memory of their own: writing one must not change what the pass still reads, nor
-// another gradient. A parameter is easily given in place of its gradient, or one tensor for two of them; tasks of
-// several threads would write it. grads.x and grads.routing_weights are the last to be written, at the same time, and
-// may be memory of what was read before, such as grad_y or x.
+// What a pass writes for its caller has memory of its own: writing it must not change what the pass still reads, nor what
+// else it writes. A parameter is easily given in place of its gradient, or one tensor for two of them; tasks of several
+// threads would write it. Two exceptions: grads.x and grads.routing_weights are the last to be written, at the same
+// time, and may be memory of what was read before, such as grad_y or x; y may be x.
 #pragma once
 
 #include <array>
@@ -50,26 +50,19 @@ struct NamedMemory {
   Footprint memory;
 };
 
-// The wanted gradients of parameters, and the check of all of them against something else.
-class GradientMemory {
+// Tensors that are written, and the check of all of them against something else.
+template <std::size_t Most>
+class OwnMemory {
  public:
-  explicit GradientMemory(const Gradients& grads) {
-    add("grads.lora.gate_a", grads.lora.gate_a);
-    add("grads.lora.gate_b", grads.lora.gate_b);
-    add("grads.lora.up_a", grads.lora.up_a);
-    add("grads.lora.up_b", grads.lora.up_b);
-    add("grads.lora.down_a", grads.lora.down_a);
-    add("grads.lora.down_b", grads.lora.down_b);
-    add("grads.biases.gate", grads.biases.gate);
-    add("grads.biases.up", grads.biases.up);
-    add("grads.biases.down", grads.biases.down);
-    add("grads.weights.gate", grads.weights.gate);
-    add("grads.weights.up", grads.weights.up);
-    add("grads.weights.down", grads.weights.down);
-  }
-
   bool empty() const { return count_ == 0; }
 
+  template <class View>
+  void add(std::string_view name, const View& written) {
+    const Footprint memory = footprint(written);
+    if (memory.element == 0) return;
+    expect_apart_from(name, memory);
+    own_[count_++] = {name, memory};
+  }
   void expect_apart_from(std::string_view name, const Footprint& other) const {
     for (std::size_t i = 0; i < count_; ++i) {
       if (!memory_overlaps(own_[i].memory, other)) continue;
@@ -84,17 +77,27 @@ class GradientMemory {
   }
 
  private:
-  template <class View>
-  void add(std::string_view name, const View& grad) {
-    const Footprint memory = footprint(grad);
-    if (memory.element == 0) return;
-    expect_apart_from(name, memory);
-    own_[count_++] = {name, memory};
-  }
-
-  std::array<NamedMemory, 12> own_;
+  std::array<NamedMemory, Most> own_;
   std::size_t count_ = 0;
 };
+
+// The wanted gradients of parameters.
+inline OwnMemory<12> memory_of_gradients(const Gradients& grads) {
+  OwnMemory<12> memory;
+  memory.add("grads.lora.gate_a", grads.lora.gate_a);
+  memory.add("grads.lora.gate_b", grads.lora.gate_b);
+  memory.add("grads.lora.up_a", grads.lora.up_a);
+  memory.add("grads.lora.up_b", grads.lora.up_b);
+  memory.add("grads.lora.down_a", grads.lora.down_a);
+  memory.add("grads.lora.down_b", grads.lora.down_b);
+  memory.add("grads.biases.gate", grads.biases.gate);
+  memory.add("grads.biases.up", grads.biases.up);
+  memory.add("grads.biases.down", grads.biases.down);
+  memory.add("grads.weights.gate", grads.weights.gate);
+  memory.add("grads.weights.up", grads.weights.up);
+  memory.add("grads.weights.down", grads.weights.down);
+  return memory;
+}
 
 // With rows as slices, so that gradients whose rows take turns in one buffer are told apart however wide they are.
 inline Footprint footprint_of_rows(const AnyMatrix& m) {
@@ -108,18 +111,16 @@ inline void input_gradients_apart(const Gradients& grads) {
   throw ArgumentError("grads.routing_weights: expected memory of its own, got memory that grads.x has too");
 }
 
-// Everything that a backward reads from its caller or writes for it, but for expert ids.
-template <class Weight, class Stored>
-void gradients_apart(const Gradients& grads, const Config& config, const BaseWeights<Weight>& weights,
-                     const LoraWeights& lora, const Routing& routing, const AnyConstMatrix& x,
-                     const SavedActivations<Stored>& saved, const AnyConstMatrix& grad_y) {
-  input_gradients_apart(grads);
-  const GradientMemory memory(grads);
+// Everything that a pass reads from its caller, but for expert ids and what is named after these.
+template <std::size_t Most, class Weight, class... Named>
+void expect_apart_from_inputs(const OwnMemory<Most>& memory, const Config& config,
+                              const BaseWeights<Weight>& weights, const LoraWeights& lora,
+                              const Routing& routing, const Named&... others) {
   if (memory.empty()) return;
   memory.expect_apart_from("weights.gate", weights.gate, config.num_experts);
   memory.expect_apart_from("weights.up", weights.up, config.num_experts);
   memory.expect_apart_from("weights.down", weights.down, config.num_experts);
-  const auto each = [&](auto... named) {
+  const auto each = [&](const auto&... named) {
     (memory.expect_apart_from(named.first, footprint(named.second)), ...);
   };
   using std::pair;
@@ -127,10 +128,35 @@ void gradients_apart(const Gradients& grads, const Config& config, const BaseWei
        pair("weights.biases.down", weights.biases.down), pair("lora.gate.a", lora.gate.a),
        pair("lora.gate.b", lora.gate.b), pair("lora.up.a", lora.up.a), pair("lora.up.b", lora.up.b),
        pair("lora.down.a", lora.down.a), pair("lora.down.b", lora.down.b),
-       pair("routing.weights", routing.weights), pair("x", x), pair("grad_y", grad_y),
-       pair("saved.gate", saved.gate), pair("saved.up", saved.up), pair("saved.u_gate", saved.u_gate),
-       pair("saved.u_up", saved.u_up), pair("saved.u_down", saved.u_down), pair("grads.x", grads.x),
-       pair("grads.routing_weights", grads.routing_weights));
+       pair("routing.weights", routing.weights), others...);
+}
+
+template <class Weight, class Stored>
+void outputs_apart(const AnyMatrix& y, const SavedActivations<Stored>& saved, const Config& config,
+                   const BaseWeights<Weight>& weights, const LoraWeights& lora, const Routing& routing,
+                   const AnyConstMatrix& x) {
+  OwnMemory<6> memory;
+  memory.add("saved.gate", saved.gate);
+  memory.add("saved.up", saved.up);
+  memory.add("saved.u_gate", saved.u_gate);
+  memory.add("saved.u_up", saved.u_up);
+  memory.add("saved.u_down", saved.u_down);
+  memory.expect_apart_from("x", footprint(x));
+  memory.add("y", y);
+  expect_apart_from_inputs(memory, config, weights, lora, routing);
+}
+
+template <class Weight, class Stored>
+void gradients_apart(const Gradients& grads, const Config& config, const BaseWeights<Weight>& weights,
+                     const LoraWeights& lora, const Routing& routing, const AnyConstMatrix& x,
+                     const SavedActivations<Stored>& saved, const AnyConstMatrix& grad_y) {
+  input_gradients_apart(grads);
+  using std::pair;
+  expect_apart_from_inputs(memory_of_gradients(grads), config, weights, lora, routing, pair("x", x),
+                           pair("grad_y", grad_y), pair("saved.gate", saved.gate), pair("saved.up", saved.up),
+                           pair("saved.u_gate", saved.u_gate), pair("saved.u_up", saved.u_up),
+                           pair("saved.u_down", saved.u_down), pair("grads.x", grads.x),
+                           pair("grads.routing_weights", grads.routing_weights));
 }
 
 }  // namespace validate

@@ -40,7 +40,7 @@ enum class Phase : std::uint8_t {
   kD0Prepare,         // not needed: nothing is cleared
   kD1Scatter,         // grad_y into expert order
   kD2Quantize,        // not needed: no quantised activations
-  kD3Gemm,            // grad_h = p Wd + s v_d Ad
+  kD3Gemm,            // grad_h = p Wd + v_d Ad
   kD4LoraGrad,        // v_d, grad_A_down, grad_B_down
   kD5WeightGrad,      // grad_W_down, where it is wanted
   kSiluBackward,      // grad_g, grad_u

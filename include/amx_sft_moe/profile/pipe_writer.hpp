@@ -1,4 +1,4 @@
-// Records written to somebody who may not read them: a pipe or a terminal, opened with O_NONBLOCK.
+// Records written to somebody who may not read them: a pipe or a terminal, or standard error, which may be either.
 #pragma once
 
 #include <poll.h>
@@ -45,7 +45,8 @@ class SigpipeHeldBack {
 
 // A record is lost where the reader has left, and the rest of it where he takes nothing for kPatience: training goes on
 // without its dumps. After that no record is waited for until there is room again, so that a reader who has stopped
-// costs the time once; one who is slow holds the step up.
+// costs the time once; one who is slow holds the step up. That takes a file opened with O_NONBLOCK: of another one, such
+// as standard error mostly is, any reader is waited for.
 class PipeWriter {
  public:
   static constexpr std::chrono::milliseconds kPatience{250};

@@ -39,6 +39,9 @@ class TimerOutput {
           path, limit, "[\n",
           concat(R"({"ph":"i","s":"g","name":"amx_sft_moe trace ended","pid":0,"tid":0,"ts":0,"args":{)", why,
                  "}},\n"));
+      if (output.dumps_.named() && output.dumps_.path() == output.trace_.path())
+        throw ArgumentError(
+            concat("AMX_SFT_MOE_TRACE: expected another file than AMX_SFT_MOE_TIMER_FILE, got ", path));
       if (!output.trace_.usable(/*regular=*/true))
         throw ArgumentError(concat("AMX_SFT_MOE_TRACE: expected a file to append to, got ", path));
     }
@@ -105,7 +108,7 @@ class TimerOutput {
 
   void write_dump() {
     if (dumps_.named()) return dumps_.append(buffer_);
-    [[maybe_unused]] const ssize_t written = ::write(STDERR_FILENO, buffer_.data(), buffer_.size());
+    standard_error_.write(STDERR_FILENO, buffer_);
   }
 
   // Once for each thread that calls, and again in the child of a fork or when the team has grown.
@@ -119,6 +122,7 @@ class TimerOutput {
 
   Form form_ = Form::kNone;
   BoundedFile dumps_;  // without a name: standard error
+  PipeWriter standard_error_;
   BoundedFile trace_;
   std::string buffer_;  // kept, so that a steady state does not allocate
   TraceLane lane_;

@@ -156,11 +156,14 @@ struct AmxMicrokernel {
     amx::store<Tile>(c.from(row, col).data, c.stride * 4);
   }
 
+  // f(std::integral_constant<int, i>) for each i: tile numbers are literals.
+  template <int... I, class F>
+  AMX_SFT_MOE_INLINE static void each(std::integer_sequence<int, I...>, F f) {
+    (f(std::integral_constant<int, I>{}), ...);
+  }
+
   template <int RowTiles, int ColTiles>
   static void square(const Segments<bf16>& segments, const SumRows& c) {
-    auto each = []<int... I>(std::integer_sequence<int, I...>, auto f) {
-      (f(std::integral_constant<int, I>{}), ...);
-    };
     constexpr auto kRowIds = std::make_integer_sequence<int, RowTiles>{};
     constexpr auto kColIds = std::make_integer_sequence<int, ColTiles>{};
     each(kRowIds, [&](auto i) {
@@ -180,9 +183,6 @@ struct AmxMicrokernel {
 
   template <int RowTiles>
   static void column(const Segments<bf16>& segments, const SumRows& c) {
-    auto each = []<int... I>(std::integer_sequence<int, I...>, auto f) {
-      (f(std::integral_constant<int, I>{}), ...);
-    };
     constexpr auto kIds = std::make_integer_sequence<int, RowTiles>{};
     each(kIds, [&](auto i) { begin<i()>(c, i() * amx::kTileRows, 0); });
     for_each_step(segments, [&](const Segment<bf16>& segment, const bf16* a, const bf16* b) {
@@ -197,9 +197,6 @@ struct AmxMicrokernel {
 
   template <int ColTiles>
   static void row_strip(const Segments<bf16>& segments, const SumRows& c) {
-    auto each = []<int... I>(std::integer_sequence<int, I...>, auto f) {
-      (f(std::integral_constant<int, I>{}), ...);
-    };
     constexpr auto kIds = std::make_integer_sequence<int, ColTiles>{};
     each(kIds, [&](auto j) { begin<j()>(c, 0, j() * kPanelCols); });
     for_each_step(segments, [&](const Segment<bf16>& segment, const bf16* a, const bf16* b) {
