@@ -42,7 +42,8 @@ def build(tree: Path, kernel: str, folder: Path) -> ctypes.CDLL:
     if not (tree / "include" / "amx_sft_moe").is_dir():
         sys.exit(f"{tree}: no include/amx_sft_moe in it")
     library = folder / f"{len(list(folder.iterdir()))}.so"
-    source = tree / "benchmarks" / "forms_library.cpp"  # its own: names of the headers' functions may have changed
+    # Its own: names in the headers may have changed.
+    source = tree / "benchmarks" / "forms_library.cpp"
     if not source.exists():
         source = Path(__file__).with_name("forms_library.cpp")
     flags = ["-std=c++20", "-O3", "-DNDEBUG", "-fopenmp", "-fPIC", "-shared", f"-I{tree / 'include'}"]

@@ -8,6 +8,7 @@ import json
 import sys
 from collections.abc import Sequence
 
+from amx_sft_moe._version import __version__
 from amx_sft_moe.info import as_text, info
 
 
@@ -49,6 +50,7 @@ def _run(arguments: list[str]) -> int:
 
         return timeline(arguments[1:])
     parser = argparse.ArgumentParser(prog="python -m amx_sft_moe", description=__doc__)
+    parser.add_argument("--version", action="version", version=f"amx_sft_moe {__version__}")
     commands = parser.add_subparsers(dest="command", required=True)
     show = commands.add_parser("info", help="what this build and this machine offer")
     show.add_argument("--json", action="store_true", help="as JSON instead of text")

@@ -23,9 +23,11 @@ _GPT_OSS_LIMIT = 7.0
 _GPT_OSS_ALPHA = 1.702
 
 
-# What the compiled module takes: sizes have 64 bits; an OpenMP that cannot have its threads ends the process.
+# What the compiled module takes: sizes have 64 bits, numbers are floats; an OpenMP that cannot have its threads
+# ends the process.
 MAX_INDEX = 2**63 - 1
 MAX_THREADS = 4096
+_MAX_FLOAT = (2 - 2**-23) * 2.0**127
 
 
 def as_int(name: str, value: Any, minimum: int, maximum: int = MAX_INDEX) -> int:
@@ -48,14 +50,30 @@ def as_float(name: str, value: Any) -> float:
         return float(value)
     except (TypeError, ValueError):
         raise TypeError(f"{name}: expected a number, got {type(value).__name__} {value!r}") from None
+    except OverflowError:  # an int that not even a double holds
+        return math.inf if value > 0 else -math.inf
 
 
 def as_finite(name: str, value: Any) -> float:
-    """The same, neither infinite nor NaN; raises ArgumentError too."""
+    """The same, neither infinite nor NaN, also once it is a float of 32 bits; raises ArgumentError too."""
     number = as_float(name, value)
     if not math.isfinite(number):
         raise ArgumentError(f"{name}: expected a finite number, got {number}")
+    if abs(number) > _MAX_FLOAT:
+        raise ArgumentError(f"{name}: expected a finite number in float32, got {number}")
     return number
+
+
+def as_text(name: str, value: Any) -> str:
+    """``value``, which is to be a str that dumps and traces can hold; raises TypeError or ArgumentError that
+    names ``name``."""
+    if not isinstance(value, str):
+        raise TypeError(f"{name}: expected a str, got {type(value).__name__}")
+    try:
+        value.encode()
+    except UnicodeEncodeError:
+        raise ArgumentError(f"{name}: expected text that UTF-8 can encode, got {value!a}") from None
+    return value
 
 
 def parse_activation(activation: str | Mapping[str, Any]) -> tuple[str, float, float]:

@@ -18,9 +18,10 @@ import torch
 from torch._C._autograd import _profiler_enabled
 from torch.autograd import forward_ad
 from torch.autograd.profiler import record_function
+from torch.fx.experimental.proxy_tensor import get_proxy_mode
 
 from amx_sft_moe import _core
-from amx_sft_moe.errors import ArgumentError
+from amx_sft_moe.errors import ArgumentError, StateError
 from amx_sft_moe.layer import ExpertBiases, ExpertWeights, Weight
 
 _NUM_FACTORS = 6
@@ -30,6 +31,11 @@ _WEIGHTS = _NUM_FACTORS + _NUM_BIASES  # where base weights begin among the para
 # Positions of x, routing_weights and the first factor among the inputs of _Experts; biases and base weights
 # follow the factors.
 _X, _ROUTING_WEIGHTS, _FACTORS = 2, 4, 5
+
+NO_SECOND_DERIVATIVE = (
+    "amx_sft_moe: expected one derivative of the experts, got a second: their gradients are not differentiable "
+    "(create_graph=True)"
+)
 
 
 @dataclass(frozen=True)
@@ -91,6 +97,7 @@ def _ranges(name: str, operator: _core.SftMoe) -> Any:
 def run_forward(
     experts: ExpertWeights,
     shared_a: bool,
+    apart: bool,
     scaling: Sequence[float],
     x: torch.Tensor,
     expert_ids: torch.Tensor,
@@ -99,17 +106,19 @@ def run_forward(
     save: bool,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """y and what :func:`run_backward` needs of it; ``parameters`` are six factors, four biases and
-    four base weights, of which the operator has the memory."""
+    four base weights, of which the operator has the memory. ``apart``: A of gate and A of up have a gradient
+    each, though they may be one in memory."""
     x = _adjacent(x)
     operator = experts.operator()
     with _ranges("forward", operator):
-        core_parameters = _for_core(shared_a, scaling, parameters)
+        core_parameters = _for_core(shared_a, apart, scaling, parameters)
         return operator.forward_saved(x, expert_ids, routing_weights, *core_parameters, save)
 
 
 def run_backward(
     experts: ExpertWeights,
     shared_a: bool,
+    apart: bool,
     scaling: Sequence[float],
     x: torch.Tensor,
     expert_ids: torch.Tensor,
@@ -123,7 +132,7 @@ def run_backward(
     x, grad_y = _adjacent(x), _adjacent(grad_y)
     operator = experts.operator()
     with _ranges("backward", operator):
-        core_parameters = _for_core(shared_a, scaling, parameters)
+        core_parameters = _for_core(shared_a, apart, scaling, parameters)
         inputs = x, expert_ids, routing_weights, saved, grad_y
         grad_x, grad_weights, *grads = operator.backward_saved(*inputs, *core_parameters, wanted)
         factors = zip(parameters[:_NUM_FACTORS], grads, strict=False)
@@ -145,10 +154,11 @@ class _Experts(torch.autograd.Function):
         *parameters: torch.Tensor | None,
     ) -> torch.Tensor:
         inputs = x, expert_ids, routing_weights
-        y, saved = run_forward(experts, lora.shared_a, lora.scaling, *inputs, parameters, save=True)
+        form = lora.shared_a, _are_apart(parameters), lora.scaling
+        y, saved = run_forward(experts, *form, *inputs, parameters, save=True)
         # Only what is no tensor may hang on ctx: the rest would outlive its layer under checkpointing.
         ctx.experts = experts
-        ctx.lora = (lora.shared_a, lora.scaling)
+        ctx.form = form
         # Base weights too, though the operator has them: autograd then checks that nobody changed them.
         ctx.save_for_backward(x, expert_ids, routing_weights, saved, *parameters)
         return y
@@ -162,11 +172,12 @@ class _Experts(torch.autograd.Function):
     @staticmethod
     def _gradients(ctx: Any, grad_y: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         x, expert_ids, routing_weights, saved, *parameters = ctx.saved_tensors
-        shared_a, scaling = ctx.lora
+        inputs = x, expert_ids, routing_weights, saved, grad_y
         needs = ctx.needs_input_grad
         wanted = [needs[_X], needs[_ROUTING_WEIGHTS], *needs[_FACTORS:]]
+        shared_a, apart, scaling = ctx.form
         grad_x, grad_weights, *grads = run_backward(
-            ctx.experts, shared_a, scaling, x, expert_ids, routing_weights, saved, grad_y, parameters, wanted
+            ctx.experts, shared_a, apart, scaling, *inputs, parameters, wanted
         )
         return None, None, grad_x, None, grad_weights, *grads
 
@@ -177,11 +188,7 @@ def _not_differentiable(grads: tuple[torch.Tensor | None, ...]) -> tuple[torch.T
     torch's once_differentiable does the same only where grad_y requires a gradient. It need not: the gradients
     depend on x and the parameters too, and a penalty on them would be without effect, silently.
     """
-    refuse = torch._C._functions.DelayedError(
-        b"amx_sft_moe: expected one derivative of the experts, got a second: their gradients are not "
-        b"differentiable (create_graph=True)",
-        len(grads),
-    )
+    refuse = torch._C._functions.DelayedError(NO_SECOND_DERIVATIVE.encode(), len(grads))
     inputs: list[Any] = [None if grad is None else grad.detach().requires_grad_() for grad in grads]
     return tuple(refuse(*inputs))
 
@@ -198,14 +205,49 @@ def _require_no_tangents(inputs: Sequence[torch.Tensor | None]) -> None:
             )
 
 
+def require_tensors(**inputs: torch.Tensor) -> None:
+    """Refuses inputs of other kinds: the operator reads numpy arrays too, autograd cannot save them."""
+    for name, tensor in inputs.items():
+        if not isinstance(tensor, torch.Tensor):
+            raise TypeError(f"{name}: expected a torch.Tensor, got {type(tensor).__name__}")
+
+
+def _require_no_tracer() -> None:
+    """Refuses tracers that see torch's own operations alone: their graphs would have y's memory, and nothing
+    that writes to it."""
+    if (traced := torch._C._get_tracing_state() is not None) or get_proxy_mode() is not None:
+        raise StateError(
+            f"{'torch.jit.trace' if traced else 'make_fx'}: expected torch.compile or eager, got a trace: base "
+            "weights are not part of the graph"
+        )
+
+
+def _are_apart(parameters: Sequence[torch.Tensor | None]) -> bool:
+    """Whether A of gate and A of up are two to autograd, with a gradient each. Memory does not tell: that of a
+    tensor is also that of its detached one, and of another leaf."""
+    gate, up = parameters[0], parameters[2]
+    if gate is None or up is None or gate is up:
+        return False
+    return gate.requires_grad != up.requires_grad or (gate.requires_grad and _owner(gate) is not _owner(up))
+
+
+def _owner(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor that receives the gradient of this one, where it is a view."""
+    base = tensor._base
+    return tensor if tensor.is_leaf or base is None else base
+
+
 def _for_core(
-    shared_a: bool, scaling: Sequence[float], parameters: Sequence[torch.Tensor | None]
+    shared_a: bool, apart: bool, scaling: Sequence[float], parameters: Sequence[torch.Tensor | None]
 ) -> tuple[_core.LoraFactors, _core.Biases]:
     """Factors and biases of a call as the operator takes them; its base weights it has."""
     factors = [None if factor is None else _by_expert(factor) for factor in parameters[:_NUM_FACTORS]]
     gate_a, _, up_a, *_ = parameters
-    if gate_a is not None and up_a is not None and gate_a.dtype == up_a.dtype and gate_a.is_set_to(up_a):
-        factors[2] = factors[0]  # turned or not, the operator sees that gate and up have one A
+    if gate_a is not None and up_a is not None:
+        if apart and gate_a.data_ptr() == up_a.data_ptr():
+            factors[2] = up_a.detach().clone()  # the operator goes by addresses
+        elif not apart and gate_a.dtype == up_a.dtype and gate_a.is_set_to(up_a):
+            factors[2] = factors[0]  # turned or not, the operator sees that gate and up have one A
     return _core.LoraFactors(shared_a, factors, scaling), _core.Biases(parameters[_NUM_FACTORS:_WEIGHTS])
 
 
@@ -285,8 +327,10 @@ def sft_moe(
             Their gradients flow back through torch's view operations.
 
     Raises:
-        ArgumentError, TypeError: an argument does not fit. StateError: the thread's workspace is in use.
+        ArgumentError, TypeError: an argument does not fit. StateError: the thread's workspace is in use, or a
+            tracer other than torch.compile's is at work (torch.export, torch.jit.trace, make_fx).
     """
+    require_tensors(x=x, expert_ids=expert_ids, routing_weights=routing_weights)
     biases = experts.biases if biases is None else biases
     if torch.compiler.is_compiling():
         from amx_sft_moe import compiled  # which needs this module
@@ -294,6 +338,7 @@ def sft_moe(
         inputs = x, expert_ids, routing_weights
         given = experts.weights if weights is None else weights
         return compiled.sft_moe(compiled.in_graph(experts), *inputs, lora, biases, given)
+    _require_no_tracer()
     parameters = (*lora.factors, *biases.tensors(), *experts.inputs(weights))
     _require_no_tangents((x, routing_weights, *parameters))
     if torch.is_grad_enabled() and any(
@@ -301,4 +346,5 @@ def sft_moe(
     ):
         return _Experts.apply(experts, lora, x, expert_ids, routing_weights, *parameters)
     inputs = x, expert_ids, routing_weights
-    return run_forward(experts, lora.shared_a, lora.scaling, *inputs, parameters, save=False)[0]
+    form = lora.shared_a, False, lora.scaling
+    return run_forward(experts, *form, *inputs, parameters, save=False)[0]

@@ -25,11 +25,11 @@ from amx_sft_moe.layer import WEIGHT_NAMES, ExpertBiases, ExpertWeights, Weight,
 _NUM_PARAMETERS = 14  # six factors, four biases, four base weights
 _PARAMETERS = ", ".join(f"Tensor? p{i}" for i in range(_NUM_PARAMETERS))
 _CALL = (
-    "int layer, Tensor x, Tensor expert_ids, Tensor routing_weights, bool shared_a, float[] scaling, "
-    f"ScalarType saved, {_PARAMETERS}"
+    "int layer, Tensor x, Tensor expert_ids, Tensor routing_weights, bool shared_a, bool apart, "
+    f"float[] scaling, ScalarType saved, {_PARAMETERS}"
 )
 # Positions of x, the routing weights and the first parameter in _CALL.
-_X, _ROUTING_WEIGHTS, _FIRST = 1, 3, 7
+_X, _ROUTING_WEIGHTS, _FIRST = 1, 3, 8
 
 
 class Layer(Protocol):
@@ -44,9 +44,19 @@ _layers: weakref.WeakValueDictionary[int, Layer | ExpertWeights] = weakref.WeakV
 _next_handle = itertools.count(1)
 
 
+def refuse_export() -> None:
+    """An exported program outlives the process; in the next one its handle is another layer's, or none's."""
+    if torch.compiler.is_exporting():
+        raise StateError(
+            "torch.export: expected torch.compile or eager, got an export: base weights are not part of the "
+            "graph"
+        )
+
+
 def handle_of(layer: Layer | ExpertWeights) -> tuple[int, torch.dtype]:
     """The number by which graphs call a layer, for as long as it lives, and the dtype of what its forward
     saves."""
+    refuse_export()
     handle = _handles.get(layer)
     if handle is None:
         handle = next(_next_handle)
@@ -86,7 +96,11 @@ def sft_moe(
     if not any(weight is not None and weight.requires_grad for weight in in_order):
         in_order = [None] * len(WEIGHT_NAMES)
     parameters = (*lora.factors, *biases.tensors(), *in_order)
-    call = (handle, x, expert_ids, routing_weights, lora.shared_a, list(lora.scaling), saved, *parameters)
+    gate_a, up_a = lora.factors[0], lora.factors[2]
+    # Which of a graph's tensors are views of each other dynamo does not know; apart is right in any case.
+    apart = gate_a is not None and up_a is not None and gate_a is not up_a
+    form = lora.shared_a, apart, list(lora.scaling)
+    call = (handle, x, expert_ids, routing_weights, *form, saved, *parameters)
     if torch.is_grad_enabled() and any(
         t is not None and t.requires_grad for t in (x, routing_weights, *parameters)
     ):
@@ -100,14 +114,13 @@ def _forward(
     expert_ids: torch.Tensor,
     routing_weights: torch.Tensor,
     shared_a: bool,
+    apart: bool,
     scaling: Sequence[float],
     saved: torch.dtype,
     *parameters: torch.Tensor | None,
 ) -> torch.Tensor:
-    inputs = x, expert_ids, routing_weights
-    return autograd.run_forward(
-        _experts(handle, parameters), shared_a, scaling, *inputs, parameters, save=False
-    )[0]
+    form, inputs = (shared_a, apart, scaling), (x, expert_ids, routing_weights)
+    return autograd.run_forward(_experts(handle, parameters), *form, *inputs, parameters, save=False)[0]
 
 
 def _forward_saved(
@@ -116,12 +129,13 @@ def _forward_saved(
     expert_ids: torch.Tensor,
     routing_weights: torch.Tensor,
     shared_a: bool,
+    apart: bool,
     scaling: Sequence[float],
     saved: torch.dtype,
     *parameters: torch.Tensor | None,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    inputs = x, expert_ids, routing_weights
-    return autograd.run_forward(_experts(handle, parameters), shared_a, scaling, *inputs, parameters, save=True)
+    form, inputs = (shared_a, apart, scaling), (x, expert_ids, routing_weights)
+    return autograd.run_forward(_experts(handle, parameters), *form, *inputs, parameters, save=True)
 
 
 def _backward(
@@ -132,6 +146,7 @@ def _backward(
     saved: torch.Tensor,
     grad_y: torch.Tensor,
     shared_a: bool,
+    apart: bool,
     scaling: Sequence[float],
     parameters: Sequence[torch.Tensor | None],
     wanted: Sequence[bool],
@@ -139,6 +154,7 @@ def _backward(
     grads = autograd.run_backward(
         _experts(handle, parameters),
         shared_a,
+        apart,
         scaling,
         x,
         expert_ids,
@@ -167,6 +183,7 @@ def _fake_y_and_saved(
     expert_ids: torch.Tensor,
     routing_weights: torch.Tensor,
     shared_a: bool,
+    apart: bool,
     scaling: Sequence[float],
     saved: torch.dtype,
     *parameters: torch.Tensor | None,
@@ -184,6 +201,7 @@ def _fake_gradients(
     saved: torch.Tensor,
     grad_y: torch.Tensor,
     shared_a: bool,
+    apart: bool,
     scaling: Sequence[float],
     parameters: Sequence[torch.Tensor | None],
     wanted: Sequence[bool],
@@ -197,20 +215,23 @@ def _fake_gradients(
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, torch.Tensor]) -> None:
-    ctx.call = inputs[0], inputs[4], inputs[5]
+    ctx.handle, ctx.form = inputs[0], inputs[4:7]
     ctx.mark_non_differentiable(output[1])
     ctx.save_for_backward(*inputs[1:4], output[1], *inputs[_FIRST:])
 
 
 def _differentiate(ctx: Any, grad_y: torch.Tensor, _: Any) -> tuple[torch.Tensor | None, ...]:
-    handle, shared_a, scaling = ctx.call
     x, expert_ids, routing_weights, saved, *parameters = ctx.saved_tensors
     needs = ctx.needs_input_grad
     wanted = [needs[_X], needs[_ROUTING_WEIGHTS], *needs[_FIRST:]]
-    inputs = handle, x, expert_ids, routing_weights, saved, grad_y, shared_a, scaling, parameters, wanted
+    inputs = ctx.handle, x, expert_ids, routing_weights, saved, grad_y, *ctx.form, parameters, wanted
     found = iter(torch.ops.amx_sft_moe.backward(*inputs))
     grad_x, grad_weights, *grads = [next(found) if want else None for want in wanted]
-    return None, grad_x, None, grad_weights, None, None, None, *grads
+    return None, grad_x, None, grad_weights, None, None, None, None, *grads
+
+
+def _refuse_second_derivative(ctx: Any, *grads: Any) -> None:
+    raise RuntimeError(autograd.NO_SECOND_DERIVATIVE)
 
 
 torch.library.custom_op("amx_sft_moe::forward", _forward, mutates_args=(), schema=f"({_CALL}) -> Tensor")
@@ -226,7 +247,8 @@ torch.library.custom_op(
     mutates_args=(),
     schema=(
         "(int layer, Tensor x, Tensor expert_ids, Tensor routing_weights, Tensor saved, Tensor grad_y, "
-        "bool shared_a, float[] scaling, Tensor?[] parameters, bool[] wanted) -> Tensor[]"
+        "bool shared_a, bool apart, float[] scaling, Tensor?[] parameters, bool[] wanted) -> Tensor[]"
     ),
 )
 torch.library.register_fake("amx_sft_moe::backward", _fake_gradients)
+torch.library.register_autograd("amx_sft_moe::backward", _refuse_second_derivative)

@@ -6,15 +6,21 @@ from __future__ import annotations
 import os
 import platform
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from typing import Any
 
 from amx_sft_moe import _core
+from amx_sft_moe.errors import ArgumentError
 from amx_sft_moe.kernels import ENVIRONMENT, ONEDNN, load_onednn
+from amx_sft_moe.sft_moe import SftMoe
 from amx_sft_moe.system import machine, process, versions
+from amx_sft_moe.system.files import without_home
 from amx_sft_moe.system.report import as_text
 
 __all__ = ["as_text", "info"]
+
+_FILES = ("AMX_SFT_MOE_TIMER_FILE", "AMX_SFT_MOE_TRACE")  # that an operator opens when it is made
 
 
 def info() -> dict[str, Any]:
@@ -57,7 +63,7 @@ def info() -> dict[str, Any]:
         packages=versions.package_versions(),
         onednn=None if provider is None else sys.modules["amx_sft_moe._onednn"].onednn_version,
     )
-    result["findings"] = findings(result)
+    result["findings"] = findings(result) + refusals()
     return result
 
 
@@ -122,6 +128,34 @@ def findings(found: Mapping[str, Any]) -> list[str]:
         )
     kernels = found["auto_kernel"].items()
     return result + [f"{ENVIRONMENT} names no kernel for {weights}" for weights, k in kernels if _is_none(k)]
+
+
+def refusals() -> list[str]:
+    """Why an operator cannot be made in this environment, whatever its sizes: a variable for dumps that says
+    nothing, or a file of theirs that cannot be written. The first reason only, as whoever makes one is told."""
+    import numpy as np  # which importing the package does not need
+
+    try:
+        # kernel: of the environment's, findings() tells. The variables are read once there are weights.
+        op = SftMoe(num_experts=1, top_k=1, hidden_size=1, intermediate_size=1, kernel="portable")
+        with _no_new_files():
+            op.set_base(gate_up_proj=np.zeros((1, 2, 1), np.float32), down_proj=np.zeros((1, 1, 1), np.float32))
+    except ArgumentError as reason:
+        return [f"no operator can be made: {without_home(str(reason))}"]
+    return []
+
+
+@contextmanager
+def _no_new_files() -> Iterator[None]:
+    """Takes away the empty files that an operator leaves where it tries whether it can write."""
+    paths = [path for name in _FILES if (path := os.environ.get(name)) and not os.path.lexists(path)]
+    try:
+        yield
+    finally:
+        for path in paths:
+            with suppress(OSError):  # none was made
+                if os.path.getsize(path) == 0:
+                    os.unlink(path)
 
 
 def _is_none(kernel: str) -> bool:

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from amx_sft_moe import _core
-from amx_sft_moe.arguments import MAX_THREADS, as_int, parse_activation
+from amx_sft_moe.arguments import MAX_THREADS, as_int, as_text, parse_activation
 from amx_sft_moe.errors import ArgumentError
 from amx_sft_moe.kernels import choice_of
 
@@ -124,7 +124,7 @@ class ExpertWeights:
         num_threads: int | None = None,
         name: str = "",
     ) -> None:
-        self.name = name  # of the layer in dumps and traces; may be changed
+        self.name = name
         given = {
             "gate_up_proj": gate_up_proj,
             "gate_proj": gate_proj,
@@ -167,6 +167,15 @@ class ExpertWeights:
         }
         self.operator()  # here and not at the first use, what does not fit is refused
 
+    @property
+    def name(self) -> str:
+        """Of the layer in dumps and traces; may be set at any time."""
+        return self._name
+
+    @name.setter
+    def name(self, name: str) -> None:
+        self._name = as_text("name", name)
+
     def inputs(self, weights: Mapping[str, Weight] | None = None) -> tuple[torch.Tensor | None, ...]:
         """The base weights as inputs of autograd, in the order of :data:`WEIGHT_NAMES`: these, or ``weights``,
         which are views of the same memory."""
@@ -205,13 +214,13 @@ class ExpertWeights:
             ]
         )
         found = state.operators.get(self)
-        if found is not None and found[1] == memory and found[2] is self.name:
+        if found is not None and found[1] == memory and found[2] is self._name:
             return found[0]
         made = found[0] if found is not None else None
         if made is None:
             made = _core.SftMoe(**self._options, workspace=state.workspace)
             made.collect_totals(state.collects_times)
-        made.name = self.name
+        made.name = self._name
         weights = self._weights
         made.set_base(
             weights.get("gate_proj"),
@@ -220,5 +229,5 @@ class ExpertWeights:
             weights.get("gate_up_proj"),
             _core.Biases(self.biases.tensors()),
         )
-        state.operators[self] = (made, memory, self.name)
+        state.operators[self] = (made, memory, self._name)
         return made

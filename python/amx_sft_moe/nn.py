@@ -13,8 +13,8 @@ import torch
 from torch import nn
 
 from amx_sft_moe import compiled
-from amx_sft_moe.arguments import as_finite, as_int
-from amx_sft_moe.autograd import LoraFactors, sft_moe
+from amx_sft_moe.arguments import as_finite, as_int, as_text
+from amx_sft_moe.autograd import LoraFactors, require_tensors, sft_moe
 from amx_sft_moe.errors import ArgumentError
 from amx_sft_moe.layer import ExpertBiases, ExpertWeights
 
@@ -80,7 +80,7 @@ class SftMoeExperts(nn.Module):
         name: str = "",
     ) -> None:
         super().__init__()
-        self._name = name
+        self._name = as_text("name", name)
         self.top_k = as_int("top_k", top_k, 1)
         self.lora_rank = as_int("lora_rank", lora_rank, 0)
         self.lora_alpha = None if lora_alpha is None else as_finite("lora_alpha", lora_alpha)
@@ -137,7 +137,7 @@ class SftMoeExperts(nn.Module):
 
     @layer_name.setter
     def layer_name(self, name: str) -> None:
-        self._name = name
+        self._name = as_text("layer_name", name)
         if self._experts is not None:
             self._experts.name = name
 
@@ -156,7 +156,8 @@ class SftMoeExperts(nn.Module):
             or any(weights.get(name) is not weight for name, weight in found.weights.items())
             or any(a is not b for a, b in zip(biases.tensors(), found.biases.tensors(), strict=True))
         ):
-            found = ExpertWeights(top_k=self.top_k, biases=biases, **weights, **self._options, name=self._name)
+            given = {"down_proj": None, **weights}  # which refuses by name what is missing
+            found = ExpertWeights(top_k=self.top_k, biases=biases, **given, **self._options, name=self._name)
             self._experts = found
         return found
 
@@ -168,18 +169,25 @@ class SftMoeExperts(nn.Module):
             expert_ids: ``[T, k]`` int64 or int32, T the number of tokens in x.
             routing_weights: ``[T, k]`` float32 or bfloat16.
         """
-        if x.dim() == 0:
-            raise ArgumentError(f"x: expected [..., {self.hidden_size}], got shape {list(x.shape)}")
+        if torch.compiler.is_compiling():
+            return self._in_graph(x, expert_ids, routing_weights)
+        experts = self.experts()
+        tokens = _as_tokens(x, experts.hidden_size)
+        return sft_moe(experts, tokens, expert_ids, routing_weights, self._lora()).view(x.shape)
+
+    def _in_graph(
+        self, x: torch.Tensor, expert_ids: torch.Tensor, routing_weights: torch.Tensor
+    ) -> torch.Tensor:
+        handle = compiled.in_graph(self)
+        biases = ExpertBiases(*[getattr(self, name) for name in _BIAS_NAMES])
+        weights = {name: weight for name in _BASE_NAMES if (weight := getattr(self, name)) is not None}
+        inputs = _as_tokens(x, weights["down_proj"].shape[1]), expert_ids, routing_weights
+        return compiled.sft_moe(handle, *inputs, self._lora(), biases, weights).view(x.shape)
+
+    def _lora(self) -> LoraFactors:
         names = _SHARED if self.shared_lora_a else _SEPARATE
         factors = tuple([None if name is None else getattr(self, name) for name in names])
-        lora = LoraFactors(factors, self.shared_lora_a and self.lora_rank > 0, (self.scaling,) * 3)
-        tokens = x.reshape(-1, x.shape[-1])
-        if torch.compiler.is_compiling():
-            biases = ExpertBiases(*[getattr(self, name) for name in _BIAS_NAMES])
-            weights = {name: weight for name in _BASE_NAMES if (weight := getattr(self, name)) is not None}
-            inputs = tokens, expert_ids, routing_weights
-            return compiled.sft_moe(compiled.in_graph(self), *inputs, lora, biases, weights).view(x.shape)
-        return sft_moe(self.experts(), tokens, expert_ids, routing_weights, lora).view(x.shape)
+        return LoraFactors(factors, self.shared_lora_a and self.lora_rank > 0, (self.scaling,) * 3)
 
     def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
         """torch's, where assignments arrive too: a base weight or bias that is replaced is let go at once."""
@@ -197,6 +205,13 @@ class SftMoeExperts(nn.Module):
             f"intermediate_size={self.intermediate_size}, lora_rank={self.lora_rank}, "
             f"scaling={self.scaling:g}"
         )
+
+
+def _as_tokens(x: torch.Tensor, hidden: int) -> torch.Tensor:
+    require_tensors(x=x)
+    if x.dim() == 0 or x.shape[-1] != hidden:
+        raise ArgumentError(f"x: expected [..., {hidden}], got shape {list(x.shape)}")
+    return x.reshape(-1, hidden)
 
 
 def _as_parameter(name: str, tensor: torch.Tensor) -> nn.Parameter:

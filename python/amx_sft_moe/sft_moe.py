@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from amx_sft_moe import _core
-from amx_sft_moe.arguments import MAX_THREADS, as_float, as_int, parse_activation
+from amx_sft_moe.arguments import MAX_THREADS, as_finite, as_int, as_text, parse_activation
 from amx_sft_moe.errors import ArgumentError
 from amx_sft_moe.kernels import choice_of
 
@@ -157,8 +157,6 @@ class SftMoe:
         record_spans: bool = False,
     ) -> None:
         activation_name, limit, alpha = parse_activation(activation)
-        if not isinstance(name, str):
-            raise TypeError(f"name: expected a str, got {type(name).__name__}")
         if workspace is not None and not isinstance(workspace, _core.Workspace):
             raise TypeError(f"workspace: expected a Workspace, got {type(workspace).__name__}")
         self.num_experts = as_int("num_experts", num_experts, 1)
@@ -166,7 +164,7 @@ class SftMoe:
         self.hidden_size = as_int("hidden_size", hidden_size, 1)
         self.intermediate_size = as_int("intermediate_size", intermediate_size, 1)
         self.lora_rank = as_int("lora_rank", lora_rank, 0)
-        self.lora_alpha = None if lora_alpha is None else as_float("lora_alpha", lora_alpha)
+        self.lora_alpha = None if lora_alpha is None else as_finite("lora_alpha", lora_alpha)
         self._core = _core.SftMoe(
             num_experts=self.num_experts,
             top_k=self.top_k,
@@ -182,7 +180,7 @@ class SftMoe:
             kernel=choice_of(kernel),
             num_threads=0 if num_threads is None else as_int("num_threads", num_threads, 1, MAX_THREADS),
             workspace=workspace,
-            name=name,
+            name=as_text("name", name),
             record_spans=bool(record_spans),
         )
 
@@ -287,7 +285,7 @@ class SftMoe:
             )
         gate_up = (gate_up_lora_a, gate_up_lora_b, None, None) if shared else separate
         scaling = [
-            None if value is None else as_float(name, value)
+            None if value is None else as_finite(name, value)
             for name, value in (
                 ("gate_scaling", gate_scaling),
                 ("up_scaling", up_scaling),
@@ -365,13 +363,15 @@ class SftMoe:
             )
         else:
             given = {name: tensor for name, tensor in given.items() if tensor is not None}
-        skipped = set(skip)
-        unknown = skipped - set(GRADIENT_NAMES)
-        if unknown:
-            raise ArgumentError(f"skip: expected names out of {GRADIENT_NAMES}, got {sorted(unknown)}")
+        if isinstance(skip, str) or not isinstance(skip, Iterable):
+            raise TypeError(f"skip: expected names in a list or the like, got {type(skip).__name__} {skip!r}")
+        names = list(skip)
+        if unknown := [name for name in names if name not in GRADIENT_NAMES]:
+            raise ArgumentError(f"skip: expected names out of {GRADIENT_NAMES}, got {unknown}")
+        skipped = set(names)
         if both := sorted(skipped & given.keys()):
             raise ArgumentError(f"skip: expected names of which out has no tensor, got {both}")
-        scale = as_float("scale", scale)
+        scale = as_finite("scale", scale)
         wants = bool(bias_gradients), bool(weight_gradients)
         return Gradients(**self._core.backward(grad_y, bool(accumulate), scale, given, skipped, *wants))
 

@@ -57,6 +57,77 @@ def test_the_commands(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None
             amx_sft_moe(["adapter", *command])
 
 
+def refusal(capfd: pytest.CaptureFixture[str], *arguments: object) -> str:
+    capfd.readouterr()
+    assert amx_sft_moe(["adapter", *map(str, arguments)]) == 2
+    said = capfd.readouterr()
+    assert said.out == ""
+    assert said.err.startswith("error: ")
+    assert said.err.count("\n") == 1
+    return said.err
+
+
+@pytest.mark.parametrize("to", ["peft-fused", "per-expert", "ktransformers"])
+def test_a_checkpoint_stays_without_an_adapter(
+    to: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    source, _ = stock_adapter("qwen3")
+    base = shutil.copytree(checkpoint("qwen3"), tmp_path / "base")
+    before = {path.name: path.read_bytes() for path in base.iterdir()}
+    for options in ([], ["--overwrite"]):
+        said = refusal(capfd, "convert", source, base, "--to", to, "--base", base, *options)
+        assert "target: expected a directory without a checkpoint, which would be loaded with the ada" in said
+        assert f"got {base} with config.json and model-00001-of-" in said
+    assert {path.name: path.read_bytes() for path in base.iterdir()} == before
+
+
+def test_an_empty_path_is_not_the_current_directory(
+    single: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "here").mkdir()
+    base = checkpoint("qwen3")
+    for place in (single, base, tmp_path / "here"):  # an adapter, a model, nothing
+        monkeypatch.chdir(place)
+        before = sorted(place.iterdir())
+        for name, arguments in (
+            ("target", ("convert", single, "", "--to", "peft-fused")),
+            ("source", ("convert", "", tmp_path / "new", "--to", "peft-fused")),
+            ("base", ("convert", single, tmp_path / "new", "--to", "peft-fused", "--base", "")),
+            ("adapter", ("inspect", "")),
+            ("base", ("check", single, "--base", "")),
+            ("adapter", ("merge", "", base, tmp_path / "new")),
+            ("base_checkpoint", ("merge", single, "", tmp_path / "new")),
+            ("out", ("merge", single, base, "", "--overwrite")),
+        ):
+            assert refusal(capfd, *arguments) == f"error: {name}: expected a directory, got ''\n"
+        assert sorted(place.iterdir()) == before
+        assert not (tmp_path / "new").exists()
+
+
+@pytest.mark.parametrize("name", ["nope", "nobody/nothing", "no/such/folder", "no name"])
+def test_a_base_that_is_nowhere(name: str, single: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    said = refusal(capfd, "check", single, "--base", name)
+    assert said.endswith(f"got {name}: no such folder, and not in the cache\n")
+    write_config(single, base_model_name_or_path=name)
+    assert (
+        f"(base: expected a directory with config.json, or a name in the local Hugging Face cache, got {name}"
+        in (run(capfd, "check", single)[1])
+    )
+
+
+def test_a_cached_base_that_is_broken(
+    single: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    model = tmp_path / "cache" / "models--nobody--broken"
+    (model / "refs").mkdir(parents=True)
+    (model / "refs" / "main").write_text("1" * 40)
+    (model / "snapshots" / ("1" * 40)).mkdir(parents=True)
+    (model / "snapshots" / ("1" * 40) / "config.json").write_text('{"model_type": "abacus"}')
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "cache"))
+    said = refusal(capfd, "check", single, "--base", "nobody/broken")
+    assert "expected the config.json of a model that transformers knows, got nobody/broken: ValueError" in said
+
+
 @pytest.mark.parametrize("to", ["peft-fused", "per-expert", "ktransformers"])
 def test_inspect(to: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     source, _ = stock_adapter("qwen3", json.dumps({"rank_pattern": {"down_proj": 2}}))

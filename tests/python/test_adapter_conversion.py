@@ -336,8 +336,13 @@ def test_what_has_no_form(tmp_path: Path) -> None:
     with pytest.raises(ArgumentError, match="expected one of"):
         convert_adapter(source, tmp_path / "x", "gguf")
     source, _ = stock_adapter("qwen3")
-    with pytest.raises(ArgumentError, match="peft_version"):
-        convert_adapter(source, tmp_path / "x", "peft-fused", peft_version="new")
+    for version, expected in (
+        ("new", "one like 0.19.1"),
+        ("0.5", "at least 0.18"),
+        ("0.17.1", "at least 0.18"),
+    ):
+        with pytest.raises(ArgumentError, match=f"^peft_version: expected {expected}, got '{version}'$"):
+            convert_adapter(source, tmp_path / "x", "peft-fused", peft_version=version)
     shutil.copytree(source, tmp_path / "odd")
     for changes, message in (
         ({"use_dora": True}, "use_dora"),

@@ -156,6 +156,28 @@ def test_what_cannot_be_saved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     assert not list(tmp_path.iterdir())
 
 
+def test_where_nothing_is_saved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    trained = add_lora(base_model("eager"))
+    with pytest.raises(ArgumentError, match=r"^directory: expected a directory, got ''$"):
+        adapters.save_per_expert(trained, "")
+    with pytest.raises(TypeError, match=r"^directory: expected a path, got NoneType$"):
+        adapters.save_per_expert(trained, None)
+    for weights in ("model.safetensors", "model-00001-of-00002.safetensors"):
+        folder = tmp_path / weights.removesuffix(".safetensors")
+        folder.mkdir()
+        (folder / "config.json").write_text("{}")
+        adapters.save_per_expert(trained, folder)  # of a configuration alone no model is loaded
+        for name in files.ADAPTER_FILES:
+            (folder / name).unlink(missing_ok=True)
+        (folder / weights).touch()
+        with pytest.raises(
+            ArgumentError, match=rf"^directory: expected .* got {folder} with .* and {weights}$"
+        ):
+            adapters.save_per_expert(trained, folder)
+        assert sorted(path.name for path in folder.iterdir()) == ["config.json", weights]
+
+
 @pytest.mark.parametrize("family", ["mixtral", "qwen2", "deepseek"])
 def test_other_families(family: str, tmp_path: Path) -> None:
     directory, merged = stock_adapter(family)

@@ -39,7 +39,8 @@ SIZES = Sizes(experts=4, top_k=2, hidden=32, intermediate=24, ranks=(4, 4, 4), t
         ({"max_tokens": 2**63}, ArgumentError, ["max_tokens", f"at most {2**63 - 1}", f"{2**63}"]),
         ({"cache_depth": 2**70}, ArgumentError, ["cache_depth", f"at most {2**63 - 1}", f"{2**70}"]),
         ({"lora_alpha": float("nan")}, ArgumentError, ["lora_alpha", "finite", "nan"]),
-        ({"lora_alpha": -1e39}, ArgumentError, ["lora_alpha", "finite", "-inf"]),
+        ({"lora_alpha": -1e39}, ArgumentError, ["lora_alpha", "finite", "float32", "-1e+39"]),
+        ({"lora_alpha": 10**400}, ArgumentError, ["lora_alpha", "finite", "inf"]),
         (
             {"activation": "relu"},
             ArgumentError,
@@ -55,6 +56,8 @@ SIZES = Sizes(experts=4, top_k=2, hidden=32, intermediate=24, ranks=(4, 4, 4), t
         ({"kernel": "amx_fp4"}, KernelError, ["kernel", "portable", "amx_fp4"]),
         ({"kernel": None}, TypeError, ["kernel", "str", "NoneType"]),
         ({"workspace": 3}, TypeError, ["workspace", "Workspace", "int"]),
+        ({"name": 3}, TypeError, ["name", "str", "int"]),
+        ({"name": "\ud800"}, ArgumentError, ["name", "UTF-8", "\\ud800"]),
     ],
 )
 def test_construction(options: dict[str, Any], error: type[Exception], words: list[str]) -> None:
@@ -177,8 +180,9 @@ def test_set_base(changes: dict[str, Any], error: type[Exception], words: list[s
         ({"gate_up_lora_a": bf16(4, 3, 32), "up_lora_a": bf16(4, 3, 32)}, TypeError, ["both"]),
         ({"gate_scaling": "high"}, TypeError, ["gate_scaling", "high"]),
         *[
-            ({f"{name}_scaling": float("inf")}, ArgumentError, [f"{name}_scaling", "finite", "inf"])
+            ({f"{name}_scaling": value}, ArgumentError, [f"{name}_scaling", "finite", words])
             for name in ("gate", "up", "down")
+            for value, words in ((float("inf"), "inf"), (1e300, "float32, got 1e+300"))
         ],
     ],
 )
@@ -269,6 +273,7 @@ def test_forward(name: str, change: Change, error: type[Exception], words: list[
         ({"grad_y": None}, TypeError, ["grad_y", "None"]),
         ({"scale": "x"}, TypeError, ["scale", "number", "x"]),
         ({"scale": float("nan")}, ArgumentError, ["scale", "finite", "nan"]),
+        ({"scale": 1e300}, ArgumentError, ["scale", "finite", "float32", "1e+300"]),
         ({"out": 3}, TypeError, ["out", "mapping", "int"]),
         ({"out": {"grad_z": bf16(1)}}, ArgumentError, ["out", "grad_z"]),
         ({"out": {"gate_up_lora_a": bf16(4, 4, 32)}}, ArgumentError, ["out", "gate_up_lora_a"]),
@@ -292,6 +297,10 @@ def test_forward(name: str, change: Change, error: type[Exception], words: list[
             ["out.grad_routing_weights", "overlap", "(1, 0)"],
         ),
         ({"skip": ["grad_z"]}, ArgumentError, ["skip", "grad_x", "grad_z"]),
+        ({"skip": 3}, TypeError, ["skip", "names", "int", "3"]),
+        ({"skip": None}, TypeError, ["skip", "names", "NoneType"]),
+        ({"skip": "grad_x"}, TypeError, ["skip", "names", "str", "'grad_x'"]),
+        ({"skip": [["grad_x"], 3]}, ArgumentError, ["skip", "grad_routing_weights", "[['grad_x'], 3]"]),
         ({"skip": ["grad_x"], "out": {"grad_x": bf16(10, 32)}}, ArgumentError, ["skip", "out", "grad_x"]),
     ],
 )

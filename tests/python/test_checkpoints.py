@@ -14,9 +14,11 @@ from pathlib import Path
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
+from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM
 
 from amx_sft_moe import ArgumentError, StateError
+from amx_sft_moe.adapters import save_per_expert
 from amx_sft_moe.checkpoints import CheckpointFiles, load_model, routed_experts
 from amx_sft_moe.finetune.model import attention_targets, expert_modules
 from amx_sft_moe.integrations.mapped_experts import (
@@ -123,8 +125,12 @@ class TestTheSameModel:
         caplog.set_level(logging.WARNING, "amx_sft_moe")
         assert load_model(folder).lm_head.weight.dtype == torch.bfloat16
         assert "dense_dtype=torch.float32 is faster" in caplog.text
-        for dtype, wanted in ((torch.bfloat16, torch.float16), (torch.float32, torch.bfloat16)):
-            with pytest.raises(TypeError, match=f"dense_dtype: expected .* got {wanted}"):
+        for dtype, wanted, known in (
+            (torch.bfloat16, torch.float16, '"auto", torch.float32 or torch.bfloat16'),
+            (torch.float32, torch.bfloat16, '"auto" or torch.float32'),
+        ):
+            message = f"^dense_dtype: expected {known} as dtype says, got {wanted}$"
+            with pytest.raises(TypeError, match=message):
                 load_model(folder, dtype=dtype, dense_dtype=wanted)
 
     @pytest.mark.parametrize("family", FAMILIES)
@@ -239,6 +245,13 @@ class TestMappedModel:
             with pytest.raises(StateError, match="python -m amx_sft_moe adapter merge"):
                 merge()
         assert torch.equal(model(ids()).logits, before)
+
+    def test_what_saves_all_weights_is_told_to_save_the_adapter(self, checkpoint, tmp_path):
+        model = adapted(load_model(checkpoint("mixtral")))
+        with pytest.raises(StateError, match=r"save the adapter alone \(model.save_pretrained or save_per_ex"):
+            save_file(model.state_dict(), tmp_path / "all")  # as accelerator.save_state() does
+        model.save_pretrained(tmp_path / "fused")
+        save_per_expert(model, tmp_path / "per-expert")
 
     @pytest.mark.parametrize("implementation", ["grouped_mm", "batched_mm"])
     def test_implementations_that_need_a_stack_are_refused(self, checkpoint, implementation):

@@ -33,6 +33,18 @@ class TestDamage:
         with pytest.raises(ArgumentError, match=r"none: expected the folder of a checkpoint"):
             load_model(tmp_path / "none")
 
+    def test_what_is_no_folder(self, own, tmp_path, monkeypatch):
+        with pytest.raises(
+            ArgumentError, match=r"config.json: expected the folder of a checkpoint, got a file"
+        ):
+            load_model(own / "config.json")
+        with pytest.raises(TypeError, match=r"^directory: expected a path, got NoneType$"):
+            load_model(None)
+        monkeypatch.chdir(own)
+        for given in ({"directory": ""}, {"directory": own, "cache_dir": ""}):
+            with pytest.raises(ArgumentError, match=rf"^{list(given)[-1]}: expected a directory, got ''$"):
+                load_model(**given)
+
     def test_no_files(self, own):
         for file in own.glob("model*"):
             file.unlink()

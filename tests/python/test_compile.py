@@ -1,4 +1,5 @@
-"""torch.compile: one opaque operator a layer, and the results and gradients of eager mode."""
+"""torch.compile: one opaque operator a layer, and the results and gradients of eager mode. Other tracers are
+refused."""
 
 from __future__ import annotations
 
@@ -8,13 +9,14 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.fx.experimental.proxy_tensor import make_fx
 
 from amx_sft_moe import StateError, compiled
-from amx_sft_moe.nn import ExpertWeights, SftMoeExperts, sft_moe
+from amx_sft_moe.nn import ExpertWeights, LoraFactors, SftMoeExperts, sft_moe
 from cases import Sizes
 from families import family_model, token_batch, with_lora
 from models import loss_and_gradients
-from reference import assert_close, make_layer, one_thread
+from reference import Layer, assert_close, make_layer, one_thread
 
 OURS = "amx_sft_moe"
 # Everything of torch.compile but the C++ compiler, which has nothing to add to an opaque operator.
@@ -158,20 +160,25 @@ def _layer_in_graph(experts: nn.Module) -> Any:
     return experts_hook._hooks[OURS].in_graph(experts, 32, 2)
 
 
-@pytest.mark.parametrize("shared", [False, True])
-def test_module_of_this_package(shared: bool, in_graphs: list[int]) -> None:
-    layer = make_layer(Sizes(tokens=12), dtype=torch.float32)
+def module_of(layer: Layer, **options: Any) -> SftMoeExperts:
     experts = SftMoeExperts(
         2,
         gate_proj=layer.gate_proj,
         up_proj=layer.up_proj,
         down_proj=layer.down_proj,
         lora_rank=4,
-        shared_lora_a=shared,
+        **options,
     )
     with torch.no_grad():
         for name in experts.lora_names():
             getattr(experts, name).normal_(std=0.2)
+    return experts
+
+
+@pytest.mark.parametrize("shared", [False, True])
+def test_module_of_this_package(shared: bool, in_graphs: list[int]) -> None:
+    layer = make_layer(Sizes(tokens=12), dtype=torch.float32)
+    experts = module_of(layer, shared_lora_a=shared)
     experts.down_proj.requires_grad_(shared)
     factors = [parameter for parameter in experts.parameters() if parameter.requires_grad]
     inputs = [layer.x.requires_grad_(), layer.expert_ids, layer.routing_weights.requires_grad_()]
@@ -202,11 +209,120 @@ def test_operators_are_what_torch_expects() -> None:
     experts = experts_of("qwen3_moe")
     handle, saved = compiled.handle_of(_layer_in_graph(experts))
     x, ids, weights = routed(7)
-    call = (handle, x, ids, weights, False, [1.0] * 3, saved, *[None] * compiled._NUM_PARAMETERS)
+    call = (handle, x, ids, weights, False, False, [1.0] * 3, saved, *[None] * compiled._NUM_PARAMETERS)
     checks = ("test_schema", "test_faketensor")
     torch.library.opcheck(torch.ops.amx_sft_moe.forward, call, test_utils=checks)
     torch.library.opcheck(torch.ops.amx_sft_moe.forward_saved, call, test_utils=checks)
     y, activations = torch.ops.amx_sft_moe.forward_saved(*call)
-    inputs = (handle, x, ids, weights, activations, y, False, [1.0] * 3, [None] * compiled._NUM_PARAMETERS)
+    form = (False, False, [1.0] * 3)
+    inputs = (handle, x, ids, weights, activations, y, *form, [None] * compiled._NUM_PARAMETERS)
     wanted = [True, True] + [False] * compiled._NUM_PARAMETERS
     torch.library.opcheck(torch.ops.amx_sft_moe.backward, (*inputs, wanted), test_utils=checks)
+
+
+@pytest.mark.parametrize("kind", ["gate detached", "up detached", "two leaves"])
+def test_two_factors_of_one_memory(kind: str, in_graphs: list[int]) -> None:
+    """Each has its gradient, as if the other had memory of its own."""
+    layer = make_layer(Sizes(tokens=12), dtype=torch.float32)
+    experts = module_of(layer).experts()
+    a, gate_b, _, up_b, *down = [factor.requires_grad_() for factor in layer.factors.values()]
+    other = a.detach().requires_grad_()
+    inputs = [layer.x.requires_grad_(), layer.expert_ids, layer.routing_weights.requires_grad_()]
+    factors = [a, other, gate_b, up_b, *down] if kind == "two leaves" else [a, gate_b, up_b, *down]
+
+    def call(*given: torch.Tensor, one_memory: bool = True) -> torch.Tensor:
+        def detached(tensor: torch.Tensor) -> torch.Tensor:
+            return tensor.detach() if one_memory else tensor.detach().clone()
+
+        gate, up = a, other if one_memory else other * 1
+        if kind != "two leaves":
+            gate, up = (detached(a), a) if kind == "gate detached" else (a, detached(a))
+        return sft_moe(experts, *given, LoraFactors((gate, gate_b, up, up_b, *down)))
+
+    expected = results(lambda *given: call(*given, one_memory=False), inputs, *factors)
+    assert all(torch.equal(x, y) for x, y in zip(results(call, inputs, *factors), expected, strict=True))
+    assert not in_graphs
+    found = results(torch.compile(call, fullgraph=True, backend=BACKEND), inputs, *factors)
+    assert all(torch.equal(x, y) for x, y in zip(found, expected, strict=True))
+    assert in_graphs
+
+
+def test_parameters_that_come_to_have_one_memory() -> None:
+    """No guard of the graph sees that."""
+    layer = make_layer(Sizes(tokens=12), dtype=torch.float32)
+    experts = module_of(layer)
+    graph = torch.compile(experts, fullgraph=True, backend=BACKEND)
+    inputs = [layer.x.requires_grad_(), layer.expert_ids, layer.routing_weights.requires_grad_()]
+    factors = [getattr(experts, name) for name in experts.lora_names()]
+    results(graph, inputs, *factors)
+    experts.up_lora_a.data = experts.gate_lora_a.data.clone()
+    expected = results(graph, inputs, *factors)
+    experts.up_lora_a.data = experts.gate_lora_a.data
+    assert all(torch.equal(x, y) for x, y in zip(results(graph, inputs, *factors), expected, strict=True))
+
+
+def test_one_factor_twice() -> None:
+    """In a graph too the operator computes with it once, or sums would be rounded elsewhere."""
+    layer = make_layer(Sizes(tokens=12), dtype=torch.float32)
+    experts = module_of(layer)
+    experts.up_lora_a = experts.gate_lora_a
+    inputs = [layer.x.requires_grad_(), layer.expert_ids, layer.routing_weights.requires_grad_()]
+    factors = [p for p in experts.parameters() if p.requires_grad]
+    expected = results(experts, inputs, *factors)
+    found = results(torch.compile(experts, fullgraph=True, backend=BACKEND), inputs, *factors)
+    assert all(torch.equal(x, y) for x, y in zip(found, expected, strict=True))
+
+
+@pytest.mark.parametrize("backend", ["eager", BACKEND])
+def test_second_derivative_is_refused(backend: str) -> None:
+    """In eager mode's words, but where torch does so first: in a full graph of AOTAutograd."""
+    layer = make_layer(Sizes(tokens=12), dtype=torch.float32)
+    x = layer.x.requires_grad_()
+    y = torch.compile(module_of(layer), backend=backend)(x, layer.expert_ids, layer.routing_weights)
+    (grad,) = torch.autograd.grad(y.sum(), x, create_graph=True)
+    with pytest.raises(RuntimeError, match=r"^amx_sft_moe: expected one derivative .* got a second"):
+        grad.square().sum().backward()
+
+
+@pytest.mark.parametrize("strict", [False, True])
+@pytest.mark.parametrize("of", ["module", "function", "transformers"])
+def test_export_is_refused(of: str, strict: bool) -> None:
+    """A program's handle would be another layer's in the next process."""
+    layer = make_layer(Sizes(tokens=12), dtype=torch.float32)
+    inputs = (layer.x, layer.expert_ids, layer.routing_weights)
+    exported: nn.Module = module_of(layer)
+    if of == "function":
+        exported = _Calls(
+            ExpertWeights(top_k=2, gate_proj=layer.gate_proj, up_proj=layer.up_proj, down_proj=layer.down_proj)
+        )
+    elif of == "transformers":
+        exported = experts_of("qwen3_moe")
+    with pytest.raises(StateError, match=r"^torch\.export: expected torch\.compile or eager, got an export"):
+        torch.export.export(exported, inputs, strict=strict)
+    assert exported(*inputs).shape == layer.x.shape
+
+
+class _Calls(nn.Module):
+    def __init__(self, experts: ExpertWeights) -> None:
+        super().__init__()
+        self.experts = experts
+
+    def forward(self, *inputs: torch.Tensor) -> torch.Tensor:
+        return sft_moe(self.experts, *inputs)
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.trace.*")
+@pytest.mark.parametrize("grad", [False, True])
+@pytest.mark.parametrize("tracer", ["make_fx", "torch.jit.trace"])
+def test_other_tracers_are_refused(tracer: str, grad: bool) -> None:
+    """Of the operator they see but the allocation of y."""
+    layer = make_layer(Sizes(tokens=12), dtype=torch.float32)
+    experts = module_of(layer)
+    inputs = (layer.x, layer.expert_ids, layer.routing_weights)
+    refused = pytest.raises(StateError, match=rf"^{tracer}: expected torch\.compile or eager, got a trace")
+    with torch.set_grad_enabled(grad), refused:
+        if tracer == "make_fx":
+            make_fx(experts)(*inputs)
+        else:
+            torch.jit.trace(experts, inputs, check_trace=False)
+    assert experts(*inputs).shape == layer.x.shape

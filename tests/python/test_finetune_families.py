@@ -196,6 +196,18 @@ def test_a_tokenizer_that_is_none(content, tmp_path):
         model.load_tokenizer(folder)
 
 
+@pytest.mark.parametrize("family", ["qwen3_moe", "mixtral"])
+def test_a_checkpoint_without_a_tokenizer(family, tmp_path, monkeypatch, capsys):
+    """For Qwen transformers makes one that encodes everything to nothing; for others it raises."""
+    folder = write(tmp_path / "checkpoint", family, torch.bfloat16)
+    monkeypatch.setattr(cli, "parse", lambda argv: options(tmp_path, folder))
+    assert cli.main([]) == 1
+    known = "expected its files, got one that knows 1 tokens"
+    reason = known if family == "qwen3_moe" else "ValueError"
+    assert re.search(f"error: no tokenizer in {folder}.*: {reason}", capsys.readouterr().err)
+    assert not [path for path in (tmp_path / "out").rglob("*") if path.is_file()]
+
+
 def test_an_adapter_that_is_not_read_back_is_reported(tmp_path, monkeypatch, capsys):
     wanted = replace(options(tmp_path, checkpoint(tmp_path / "checkpoint", "mixtral")), compare_steps=1)
 

@@ -75,6 +75,9 @@ class TestOptions:
             ["--sequence-length", str(10**9)],
             ["--base-steps", "3", "--model", "x"],  # a checkpoint's base is not trained
             ["--cache-dir", "x"],  # nothing to convert
+            ["--model", ""],  # to Path the current directory
+            ["--data", ""],
+            ["--output", ""],
             ["--unknown"],
         ],
     )

@@ -16,8 +16,9 @@ import pytest
 import amx_sft_moe
 from amx_sft_moe.__main__ import main
 from amx_sft_moe.nn import ExpertWeights
+from amx_sft_moe.system.files import without_home
 from cases import Sizes, kernels
-from reference import make_layer
+from reference import make_layer, run
 
 SIZES = Sizes()
 
@@ -121,6 +122,36 @@ def test_all_threads_have_one_choice(monkeypatch: pytest.MonkeyPatch) -> None:
         assert other.submit(experts.operator).result().kernel == "avx512_bf16"
 
 
+@pytest.mark.parametrize(
+    ("variable", "value", "reason"),
+    [
+        ("TIMER", "xml", "expected text or json, got xml"),
+        ("TRACE", "{folder}/none/x", "expected a file to append to, got {folder}/none/x"),
+        ("TRACE_LIMIT", "abc", "expected a number of MB above 0, got abc"),
+    ],
+)
+def test_what_refuses_every_operator_is_a_finding(
+    variable: str, value: str, reason: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before = amx_sft_moe.info()["findings"]
+    monkeypatch.setenv(f"AMX_SFT_MOE_{variable}", value.format(folder=tmp_path))
+    with pytest.raises(amx_sft_moe.ArgumentError, match=f"^AMX_SFT_MOE_{variable}: expected "):
+        run(SIZES.operator(), make_layer(SIZES))
+    found = amx_sft_moe.info()["findings"]
+    assert found[: len(before)] == before
+    expected = f"no operator can be made: AMX_SFT_MOE_{variable}: {reason.format(folder=tmp_path)}"
+    assert found[len(before) :] == [without_home(expected)]
+
+
+def test_info_leaves_no_files_of_dumps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "steps.jsonl").touch()
+    monkeypatch.setenv("AMX_SFT_MOE_TIMER", "json")
+    monkeypatch.setenv("AMX_SFT_MOE_TIMER_FILE", str(tmp_path / "steps.jsonl"))
+    monkeypatch.setenv("AMX_SFT_MOE_TRACE", str(tmp_path / "trace.json"))
+    assert not [finding for finding in amx_sft_moe.info()["findings"] if "AMX_SFT_MOE" in finding]
+    assert [path.name for path in tmp_path.iterdir()] == ["steps.jsonl"]
+
+
 def test_command_line(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["info"]) == 0
     text = capsys.readouterr().out
@@ -129,6 +160,10 @@ def test_command_line(capsys: pytest.CaptureFixture[str]) -> None:
     assert "portable" in text
     assert main(["info", "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["version"] == amx_sft_moe.__version__
+    with pytest.raises(SystemExit) as stopped:
+        main(["--version"])
+    assert stopped.value.code == 0
+    assert capsys.readouterr().out == f"amx_sft_moe {amx_sft_moe.__version__}\n"
     for wrong in ([], ["trian"]):
         with pytest.raises(SystemExit) as stopped:
             main(wrong)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from amx_sft_moe import ArgumentError
+from amx_sft_moe import ArgumentError, autograd
 from amx_sft_moe.nn import ExpertWeights, LoraFactors, sft_moe
 from cases import SHAPES, Sizes
 from reference import FACTORS, Layer, assert_close, forward, gradients, make_layer
@@ -139,10 +139,57 @@ def test_one_tensor_twice() -> None:
         {"gate_lora_a": exact["gate_lora_a"] + exact["up_lora_a"]},
         2e-5,
     )
-    # Turned on its way it is still one: a sum of two gradients would be rounded in another place.
+    # Turned on its way, or as two views, it is still one: a sum of two gradients would be rounded elsewhere.
     last = leaves["gate_lora_a"].detach().permute(1, 2, 0).contiguous().permute(2, 0, 1).requires_grad_()
     call(frozen(layer), layer, leaves | {"gate_lora_a": last, "up_lora_a": last}).backward(layer.grad_y)
     assert torch.equal(last.grad, leaves["gate_lora_a"].grad)
+    seen = leaves["gate_lora_a"].detach().requires_grad_()
+    views = {"gate_lora_a": seen[:], "up_lora_a": seen.view(seen.shape)}
+    call(frozen(layer), layer, leaves | views).backward(layer.grad_y)
+    assert torch.equal(seen.grad, leaves["gate_lora_a"].grad)
+
+
+def another_of(a: Tensor, kind: str) -> Tensor:
+    """The memory of ``a`` as a tensor that is another one to autograd."""
+    if kind == "another storage":
+        return torch.from_numpy(a.detach().numpy()).requires_grad_()
+    return a.detach().requires_grad_(kind != "up detached")
+
+
+@pytest.mark.parametrize("expert_last", [False, True])
+@pytest.mark.parametrize("kind", ["gate detached", "up detached", "two leaves", "another storage"])
+def test_two_tensors_of_one_memory(kind: str, expert_last: bool) -> None:
+    """Each has its gradient, as if the other had memory of its own."""
+    layer = make_layer(SIZES, dtype=torch.float32)
+    experts, leaves = frozen(layer), leaves_of(layer)
+    gate = leaves["gate_lora_a"].detach()
+    if expert_last:
+        gate = gate.permute(1, 2, 0).contiguous().permute(2, 0, 1)
+    gate.requires_grad_(kind != "gate detached")
+    up = another_of(gate, kind)
+    copied = up.detach().clone().requires_grad_(up.requires_grad)
+    found = []
+    for second in (up, copied):
+        call(experts, layer, leaves | {"gate_lora_a": gate, "up_lora_a": second}).backward(layer.grad_y)
+        found.append((gate.grad, second.grad))
+        gate.grad = None
+    for tensor, grad, expected in zip((gate, up), *found, strict=True):
+        assert (grad is not None) == tensor.requires_grad
+        assert grad is None or torch.equal(grad, expected)
+
+
+@pytest.mark.parametrize("grad", [False, True])
+@pytest.mark.parametrize("name", ["x", "expert_ids", "routing_weights"])
+def test_inputs_that_are_no_tensors(name: str, grad: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    layer = make_layer(SIZES, dtype=torch.float32)
+    experts = frozen(layer)
+    ran: list[Any] = []
+    monkeypatch.setattr(autograd, "run_forward", lambda *call, **options: ran.append(call))
+    inputs = {"x": layer.x, "expert_ids": layer.expert_ids, "routing_weights": layer.routing_weights}
+    for value, kind in ((inputs[name].numpy(), "ndarray"), (None, "NoneType")):
+        with torch.set_grad_enabled(grad), pytest.raises(TypeError, match=rf"{name}: .*Tensor, got {kind}"):
+            sft_moe(experts, **(inputs | {name: value}))
+    assert not ran, "refused before anything is computed"
 
 
 def test_a_layer_used_twice() -> None:

@@ -197,11 +197,66 @@ def test_an_input_without_dimensions() -> None:
 
 
 @pytest.mark.parametrize(
+    ("x", "error", "words"),
+    [
+        (torch.zeros(12, 0), ArgumentError, r"x: expected \[\.\.\., 32\], got shape \[12, 0\]"),
+        (torch.zeros(24, 16), ArgumentError, r"x: expected \[\.\.\., 32\], got shape \[24, 16\]"),
+        (torch.zeros(12, 32).numpy(), TypeError, r"x: expected a torch\.Tensor, got ndarray"),
+        (None, TypeError, r"x: expected a torch\.Tensor, got NoneType"),
+    ],
+)
+def test_x_that_does_not_fit(x: Any, error: type[Exception], words: str) -> None:
+    layer = make_layer(SIZES)
+    with pytest.raises(error, match=words):
+        module(layer)(x, layer.expert_ids, layer.routing_weights)
+
+
+def test_a_base_weight_that_is_gone() -> None:
+    layer = make_layer(SIZES)
+    experts = module(layer)
+    inputs = (layer.x, layer.expert_ids, layer.routing_weights)
+    y, down = experts(*inputs), experts.down_proj
+    experts.down_proj = None
+    with pytest.raises(TypeError, match=r"down_proj: expected a torch\.Tensor, got None"):
+        experts(*inputs)
+    experts.down_proj = down
+    assert torch.equal(experts(*inputs), y)
+
+
+def test_two_parameters_of_one_memory() -> None:
+    """Each has its gradient, as if the other had memory of its own."""
+    layer = make_layer(SIZES)
+    experts = module(layer)
+    inputs = (layer.x, layer.expert_ids, layer.routing_weights)
+    found = []
+    for data in (experts.gate_lora_a.data, experts.gate_lora_a.data.clone()):
+        experts.zero_grad()
+        experts.up_lora_a.data = data
+        experts(*inputs).backward(layer.grad_y)
+        found.append((experts.gate_lora_a.grad, experts.up_lora_a.grad))
+    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+
+
+def test_names() -> None:
+    experts = module(make_layer(SIZES), name="layers.0")
+    for value, error in ((3, TypeError), (None, TypeError), ("\ud800", ArgumentError)):
+        with pytest.raises(error, match="layer_name: expected"):
+            experts.layer_name = value
+        with pytest.raises(error, match="name: expected"):
+            experts.experts().name = value
+    assert experts.layer_name == experts.experts().name == "layers.0"
+
+
+@pytest.mark.parametrize(
     ("options", "error", "words"),
     [
         ({"lora_dtype": torch.float16}, TypeError, "lora_dtype.*float16"),
         ({"lora_rank": -1}, ArgumentError, "lora_rank"),
         ({"lora_alpha": float("nan")}, ArgumentError, "lora_alpha: expected a finite number, got nan"),
+        ({"lora_alpha": 1e300}, ArgumentError, r"lora_alpha: expected a finite number in float32, got 1e\+300"),
+        ({"name": 3}, TypeError, "name: expected a str, got int"),
+        ({"name": "\ud800"}, ArgumentError, "name: expected text that UTF-8 can encode, got '.ud800'"),
+        ({"down_proj": None}, TypeError, r"down_proj: expected a torch\.Tensor, got None"),
         ({"num_threads": 4097}, ArgumentError, "num_threads: expected at most 4096, got 4097"),
         ({"top_k": 0}, ArgumentError, "top_k"),
         ({"down_proj": torch.zeros(4, 32, 23)}, ArgumentError, "gate_up_proj.*46, 32.*48, 32"),

@@ -237,6 +237,13 @@ def test_options(calls: list[torch.Tensor]) -> None:
         amx_sft_moe.register(kernel="abacus")
     with pytest.raises(ArgumentError, match="num_threads"):
         amx_sft_moe.register(num_threads=0)
+    for name, error, words in (
+        (3, TypeError, "int"),
+        (None, TypeError, "NoneType"),
+        ("", ArgumentError, "empty"),
+    ):
+        with pytest.raises(error, match=f"^name: expected .* got .*{words}"):
+            amx_sft_moe.register(name)
     logits = {}
     for kernel in kernels("float32"):
         name = f"ours_{kernel}"

@@ -1,8 +1,8 @@
 """LoRA adapters of MoE models on disk: converted, merged, inspected, checked.
 
 Three formats: PEFT's own with all experts in one matrix (``peft-fused``), one pair of matrices per expert
-(``per-expert``, which servers take and stock PEFT from 0.19 loads), and KTransformers'
-(``ktransformers``). On the command line: ``python -m amx_sft_moe adapter --help``.
+(``per-expert``, which servers take and stock PEFT from 0.20 loads, 0.19.1 with transformers 5.5), and
+KTransformers' (``ktransformers``). On the command line: ``python -m amx_sft_moe adapter --help``.
 """
 
 from __future__ import annotations

@@ -24,6 +24,7 @@ from peft import LoraConfig
 from torch import nn
 
 from amx_sft_moe.errors import ArgumentError, cause_of
+from amx_sft_moe.paths import given_directory
 
 PROJECTIONS = ("gate_proj", "up_proj", "down_proj")
 PARAMETERS = ("gate_up_proj", "down_proj")
@@ -180,6 +181,7 @@ def load_base(where: str | os.PathLike[str]) -> BaseModel:
     """
     from transformers import AutoConfig
 
+    given_directory("base", where)
     where = os.fspath(where)
     config_file = Path(where) / "config.json"
     # "./x", "/x" and "~/x" are no names of the Hugging Face cache.
@@ -192,11 +194,25 @@ def load_base(where: str | os.PathLike[str]) -> BaseModel:
         model = _on_meta(config)
     except Exception as reason:
         # transformers, json and the model's own code raise whatever they like for a file that is not theirs.
+        if not is_path and not _is_cached(where):
+            raise ArgumentError(
+                "base: expected a directory with config.json, or a name in the local Hugging Face cache, got "
+                f"{where}: no such folder, and not in the cache"
+            ) from None
         raise ArgumentError(
             f"base: expected the config.json of a model that transformers knows, got {where}: "
             + cause_of(reason)
         ) from None
     return _described(where, config, model)
+
+
+def _is_cached(name: str) -> bool:
+    from huggingface_hub import try_to_load_from_cache
+
+    try:
+        return isinstance(try_to_load_from_cache(name, "config.json"), str)
+    except ValueError:  # no name that a cache could have
+        return False
 
 
 def base_like(model: nn.Module) -> BaseModel:

@@ -13,13 +13,22 @@ import torch
 
 from amx_sft_moe.adapters.adapter import Adapter, Factors, Linear
 from amx_sft_moe.adapters.base import BaseModel, load_base
-from amx_sft_moe.adapters.files import ADAPTER_FILES, CONFIG, read_json, replaced_directory
+from amx_sft_moe.adapters.files import (
+    ADAPTER_FILES,
+    CONFIG,
+    read_json,
+    replaced_directory,
+    require_no_checkpoint,
+)
 from amx_sft_moe.adapters.formats import read_adapter, write_adapter
 from amx_sft_moe.adapters.fusing import cast
 from amx_sft_moe.adapters.peft_fused import release
 from amx_sft_moe.errors import ArgumentError, StateError
+from amx_sft_moe.paths import given_directory
 
 logger = logging.getLogger("amx_sft_moe")
+
+_OLDEST_PEFT = (0, 18)  # that was tried
 
 # Of the change itself, where numbers were rounded on the way: some units in the last place of each type.
 _ROUNDED = {torch.float64: 1e-12, torch.float32: 1e-5, torch.float16: 1e-2, torch.bfloat16: 5e-2}
@@ -57,7 +66,7 @@ def base_for(directory: str | os.PathLike[str], base: str | os.PathLike[str] | N
     """
     if base is not None:
         return load_base(base)
-    directory = Path(directory)
+    directory = given_directory("adapter", directory)
     if not directory.is_dir():
         raise ArgumentError(f"adapter: expected a directory, got {directory}")
     config = read_json(directory / CONFIG) if (directory / CONFIG).is_file() else {}
@@ -90,12 +99,12 @@ def convert_adapter(
 
     Args:
         source: an adapter directory of any format.
-        target: receives the new one; its other files stay. May be ``source``.
+        target: receives the new one; its other files stay. May be ``source``; no directory of a checkpoint.
         to: ``peft-fused``, ``per-expert`` or ``ktransformers``.
         base: directory (or cached name) of the base model; its ``config.json`` is enough. ``None``: what
             ``adapter_config.json`` names.
-        peft_version: for whom to write; below 0.19 turns PEFT's fused matrices around. ``None``: the one
-            installed.
+        peft_version: for whom to write, from 0.18; below 0.19 turns PEFT's fused matrices around. ``None``: the
+            one installed.
         dtype: element type of the new factors; ``None``: the source's. Where numbers become zero in it ``lost``
             says how many.
         one_scaling: ``per-expert`` only: one scaling for all modules, for servers that read only
@@ -106,15 +115,20 @@ def convert_adapter(
         ArgumentError: something that is not understood or that the format or ``dtype`` cannot hold.
         StateError: what was written is not what was read; ``target`` is as it was.
     """
-    target = Path(target)
+    source, target = given_directory("source", source), given_directory("target", target)
     if one_scaling and to != "per-expert":
         raise ArgumentError(f"one_scaling: expected format per-expert, got {to}")
-    if peft_version is not None and release(peft_version) is None:
-        raise ArgumentError(f"peft_version: expected one like 0.19.1, got {peft_version!r}")
+    if peft_version is not None:
+        wanted = release(peft_version)
+        if wanted is None:
+            raise ArgumentError(f"peft_version: expected one like 0.19.1, got {peft_version!r}")
+        if wanted < _OLDEST_PEFT:
+            raise ArgumentError(f"peft_version: expected at least 0.18, got {peft_version!r}")
     if not overwrite and any((target / name).exists() for name in ADAPTER_FILES):
         raise ArgumentError(f"target: expected a directory without an adapter (or overwrite), got {target}")
     if target.exists() and not target.is_dir():
         raise ArgumentError(f"target: expected a directory, got the file {target}")
+    require_no_checkpoint("target", target)
     model = base_for(source, base)
     adapter, kind = read_adapter(source, model)
     if kind is None:

@@ -32,6 +32,17 @@ _EXCHANGE = 2  # RENAME_EXCHANGE of <linux/fs.h>
 _AT_FDCWD = -100
 
 
+def require_no_checkpoint(name: str, directory: Path) -> None:
+    """Refuses to write an adapter beside a model's weights: transformers would load the model with it from then
+    on, without a word."""
+    weights = sorted(path.name for path in directory.glob("model*.safetensors*"))
+    if weights and (directory / "config.json").is_file():
+        raise ArgumentError(
+            f"{name}: expected a directory without a checkpoint, which would be loaded with the adapter, got "
+            f"{directory} with config.json and {weights[0]}"
+        )
+
+
 def read_json(path: Path) -> dict[str, Any]:
     """A JSON object, or an :class:`ArgumentError` that names the file."""
     try:

@@ -36,6 +36,7 @@ from amx_sft_moe.adapters.files import (
 )
 from amx_sft_moe.adapters.settings import name_of_linear, require_plain_lora, require_sound, scaling_of
 from amx_sft_moe.errors import ArgumentError
+from amx_sft_moe.paths import given_directory
 
 _PAIR = re.compile(r"(?:base_model\.model\.)?(?P<module>.+)\.lora_(?P<side>[AB])\.weight")
 _FUSED_NAME = re.compile(r"(?:.*\.)?experts(?:\.base_layer)*")
@@ -63,7 +64,7 @@ def read_files(directory: str | os.PathLike[str]) -> Files:
     Raises:
         ArgumentError: not a directory, files missing, empty, truncated or of another kind, experts in two.
     """
-    directory = Path(directory)
+    directory = given_directory("adapter", directory)
     if not directory.is_dir():
         raise ArgumentError(f"adapter: expected a directory, got {directory}")
     kt = read_tensors(directory / KT_WEIGHTS) if (directory / KT_WEIGHTS).is_file() else None

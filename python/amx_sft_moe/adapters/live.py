@@ -14,13 +14,20 @@ from peft.tuners.lora.layer import ParamWrapper
 
 from amx_sft_moe.adapters.adapter import PER_EXPERT, PREFIX, Adapter, Factors, Linear, is_copy, plain_name
 from amx_sft_moe.adapters.base import PARAMETERS, BaseModel, base_like
-from amx_sft_moe.adapters.files import KT_MANIFEST, KT_WEIGHTS, PICKLED, replaced_directory
+from amx_sft_moe.adapters.files import (
+    KT_MANIFEST,
+    KT_WEIGHTS,
+    PICKLED,
+    replaced_directory,
+    require_no_checkpoint,
+)
 from amx_sft_moe.adapters.formats import pairs_of, write_adapter
 from amx_sft_moe.adapters.fusing import split_all
 from amx_sft_moe.adapters.settings import require_plain_lora
 from amx_sft_moe.errors import ArgumentError
 from amx_sft_moe.integrations.adapters_in_use import NotUnderstoodError
 from amx_sft_moe.integrations.peft_lora import delta_of
+from amx_sft_moe.paths import given_directory
 
 
 def save_per_expert(
@@ -32,28 +39,30 @@ def save_per_expert(
     PEFT trains fused experts with one A for gate and up and stores all experts in one matrix, a file that
     inference servers drop or reject; this is the form they take (see
     :mod:`amx_sft_moe.adapters.per_expert`). ``PeftModel.from_pretrained(base_model, directory)`` reads it
-    back from PEFT 0.19 on.
+    back from PEFT 0.20 on.
 
     The directory changes in one step: a reader or a crash sees all of the old files or all of the new.
 
     Args:
         model: a PEFT model with LoRA on ``gate_up_proj`` and / or ``down_proj`` of fused experts.
         directory: receives ``adapter_model.safetensors`` and ``adapter_config.json``; made if need be; an
-            adapter there in any format is replaced, all other files stay.
+            adapter there in any format is replaced, all other files stay. No directory of a checkpoint.
         adapter_name: which adapter; ``None``: the active one.
 
     Returns:
         The directory.
 
     Raises:
-        ArgumentError: no adapted experts, or something that this layout cannot say (the message tells what).
+        ArgumentError: no adapted experts, something that this layout cannot say (the message tells what), or a
+            checkpoint in ``directory``.
     """
     if not isinstance(model, PeftModel):
         raise TypeError(f"model: expected a peft.PeftModel, got {type(model).__name__}")
+    directory = given_directory("directory", directory)
+    require_no_checkpoint("directory", directory)
     adapter_name = _adapter_of(model, adapter_name)
     base = base_like(model.get_base_model())
     adapter = _adapter(model, adapter_name, base)
-    directory = Path(directory)
     # An older adapter of another format there would be read with or instead of this one.
     with replaced_directory(directory, drop=(PICKLED, KT_WEIGHTS, KT_MANIFEST)) as work:
         write_adapter(adapter, base, PER_EXPERT, work, peft.__version__)

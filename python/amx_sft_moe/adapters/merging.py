@@ -25,6 +25,7 @@ from amx_sft_moe.adapters.formats import read_adapter
 from amx_sft_moe.checkpoints.files import listed_files
 from amx_sft_moe.checkpoints.transposed import FOLDER
 from amx_sft_moe.errors import ArgumentError
+from amx_sft_moe.paths import given_directory
 
 logger = logging.getLogger("amx_sft_moe")
 
@@ -96,10 +97,11 @@ def merge_adapter(
             tied weights adapted alone, a sum that the checkpoint's type cannot hold, too little space, or other
             things than a checkpoint in ``out``. ``out`` is as it was then.
     """
-    source, out = Path(base_checkpoint), Path(out)
+    adapter = given_directory("adapter", adapter)
+    source, out = given_directory("base_checkpoint", base_checkpoint), given_directory("out", out)
     if out.exists() and not (overwrite and out.is_dir()):
         raise ArgumentError(f"out: expected a path that does not exist (or overwrite), got {out}")
-    for name, inside in (("base checkpoint", source), ("adapter", Path(adapter))):
+    for name, inside in (("base checkpoint", source), ("adapter", adapter)):
         if inside.resolve().is_relative_to(out.resolve()):
             raise ArgumentError(f"out: expected another directory than one that holds the {name}, got {out}")
     if out.exists():

@@ -3,10 +3,11 @@
     base_model.model.model.layers.0.mlp.experts.0.gate_proj.lora_A.weight    [r, H]
     base_model.model.model.layers.0.mlp.experts.0.gate_proj.lora_B.weight    [I, r]
 
-with up_proj and down_proj likewise (``w1``, ``w3``, ``w2`` where checkpoints say so). Stock PEFT from 0.19
-fuses it while loading (checked by running 0.19.1, 0.20.0 and 0.21.2): gate and up become one adapter of twice
-the rank ``r`` of adapter_config.json, whatever its patterns say, with twice its alpha. So here gate and up
-have one rank and one scaling in all layers, those of ``r`` and ``lora_alpha``; down_proj may have others.
+with up_proj and down_proj likewise (``w1``, ``w3``, ``w2`` where checkpoints say so). Stock PEFT from 0.20
+(0.19.1 with transformers 5.5) fuses it while loading (checked by running 0.19.1, 0.20.0 and 0.21.2): gate and
+up become one adapter of twice the rank ``r`` of adapter_config.json, whatever its patterns say, with twice its
+alpha. So here gate and up have one rank and one scaling in all layers, those of ``r`` and ``lora_alpha``;
+down_proj may have others.
 """
 
 from __future__ import annotations

@@ -35,7 +35,8 @@ def dense_dtype_of(wanted: DenseDtype, dtype: torch.dtype) -> torch.dtype:
     if wanted is None:
         return dtype
     if wanted not in (dtype, torch.float32):
-        raise TypeError(f'dense_dtype: expected "auto", torch.float32 or {dtype} as dtype says, got {wanted}')
+        known = '"auto" or' if dtype == torch.float32 else '"auto", torch.float32 or'
+        raise TypeError(f"dense_dtype: expected {known} {dtype} as dtype says, got {wanted}")
     return wanted
 
 

@@ -81,6 +81,13 @@ class CheckpointFiles:
         return self._open[path]
 
 
+def require_folder(directory: Path) -> None:
+    """ArgumentError where there is no such folder."""
+    if not directory.is_dir():
+        found = "a file" if directory.exists() else "no such folder"
+        raise ArgumentError(f"{directory}: expected the folder of a checkpoint, got {found}")
+
+
 def listed_files(directory: Path) -> dict[Path, set[str] | None]:
     """A checkpoint's safetensors files in the order that transformers looks for them, with the tensors that
     the index wants there.
@@ -88,8 +95,7 @@ def listed_files(directory: Path) -> dict[Path, set[str] | None]:
     Raises:
         ArgumentError: no such folder or files, or an index that names anything else than files beside it.
     """
-    if not directory.is_dir():
-        raise ArgumentError(f"{directory}: expected the folder of a checkpoint, got no such folder")
+    require_folder(directory)
     if (directory / WHOLE).is_file():
         return {directory / WHOLE: None}
     index = directory / INDEX

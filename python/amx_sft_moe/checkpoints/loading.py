@@ -16,7 +16,7 @@ from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 import amx_sft_moe
 from amx_sft_moe.checkpoints import transposed
 from amx_sft_moe.checkpoints.dense import DenseDtype, cast_dense, dense_dtype_of, torch_multiplies_bf16
-from amx_sft_moe.checkpoints.files import CheckpointFiles
+from amx_sft_moe.checkpoints.files import CheckpointFiles, require_folder
 from amx_sft_moe.checkpoints.plan import Plan, make_plan, routed_experts
 from amx_sft_moe.errors import ArgumentError, cause_of
 from amx_sft_moe.integrations.mapped_experts import (
@@ -26,6 +26,7 @@ from amx_sft_moe.integrations.mapped_experts import (
     refuse_casts,
     refuse_merging,
 )
+from amx_sft_moe.paths import given_directory
 
 logger = logging.getLogger("amx_sft_moe")
 
@@ -83,7 +84,9 @@ def load_model(
         raise TypeError(
             f"options: expected none that load_model sets itself (dtype=, ...), got {', '.join(taken)}"
         )
-    directory = Path(directory)
+    directory = given_directory("directory", directory)
+    if cache_dir is not None:
+        cache_dir = given_directory("cache_dir", cache_dir)
     config = read_config(directory)
     if experts_implementation == "amx_sft_moe" and experts_implementation not in ALL_EXPERTS_FUNCTIONS:
         amx_sft_moe.register()
@@ -147,9 +150,8 @@ def read_config(directory: str | os.PathLike[str]) -> PreTrainedConfig:
     Raises:
         ArgumentError: no readable ``config.json``, an unknown architecture, or a quantisation other than mxfp4.
     """
-    directory = Path(directory)
-    if not directory.is_dir():
-        raise ArgumentError(f"{directory}: expected the folder of a checkpoint, got no such folder")
+    directory = given_directory("directory", directory)
+    require_folder(directory)
     path = directory / "config.json"
     try:
         raw = json.loads(path.read_text(encoding="utf-8"))

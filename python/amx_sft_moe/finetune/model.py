@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import string
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -98,9 +99,15 @@ def save_base(
 def load_tokenizer(folder: Path) -> PreTrainedTokenizerBase:
     """The tokenizer of a local checkpoint. FinetuneError where there is none, or one that cannot be read."""
     try:
-        return AutoTokenizer.from_pretrained(folder, local_files_only=True)
+        found = AutoTokenizer.from_pretrained(folder, local_files_only=True)
     except Exception as error:  # a tokenizer.json of another content raises what it likes
         raise FinetuneError(f"no tokenizer in {folder} that can be read: {cause_of(error)}") from error
+    # Without its files transformers makes an empty one for some models (Qwen, OLMoE), and says nothing.
+    if not found(string.printable, add_special_tokens=False)["input_ids"]:
+        raise FinetuneError(
+            f"no tokenizer in {folder}: expected its files, got one that knows {len(found)} tokens"
+        )
+    return found
 
 
 def vocabulary_size(folder: Path) -> int:

@@ -114,6 +114,12 @@ def _at_least(smallest: int, largest: int | None = None) -> Any:
     return integer
 
 
+def _path(text: str) -> Path:
+    if not text:  # to Path the current directory, and mostly a script's unset variable
+        raise argparse.ArgumentTypeError("expected a path, got ''")
+    return Path(text)
+
+
 def _positive(text: str) -> float:
     value = float(text)
     if not 0 < value < float("inf"):
@@ -146,18 +152,18 @@ def parser() -> argparse.ArgumentParser:
     add(
         "--model",
         "a local checkpoint of a model with routed experts, with its tokenizer: no base training",
-        type=Path,
+        type=_path,
         metavar="DIR",
     )
     add(
         "--cache-dir",
         "where experts that lie transposed in the checkpoint (gpt-oss) are written once as the operator reads "
         "them (default: in the checkpoint's folder)",
-        type=Path,
+        type=_path,
         metavar="DIR",
     )
-    add("--data", 'lines {"prompt": ..., "completion": ...} or {"text": ...}', type=Path, metavar="FILE.jsonl")
-    add("--output", "where everything is written", type=Path, metavar="DIR")
+    add("--data", 'lines {"prompt": ..., "completion": ...} or {"text": ...}', type=_path, metavar="FILE.jsonl")
+    add("--output", "where everything is written", type=_path, metavar="DIR")
     add("--dtype", "of the frozen experts while LoRA is trained", choices=("bfloat16", "float32"))
     group.add_argument(
         "--dense-dtype",

@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from amx_sft_moe import compiled
+from amx_sft_moe.arguments import as_text
 from amx_sft_moe.autograd import LoraFactors, sft_moe
 from amx_sft_moe.errors import ArgumentError, StateError
 from amx_sft_moe.integrations.adapters_in_use import (
@@ -253,6 +254,7 @@ def _plan(
     of tokens."""
     try:
         _require_inputs(hidden, ids, routes, x_dtype, routing_dtype)
+        compiled.refuse_export()  # now: a gate cannot be tried on an export's weights, which have no memory
         layer = hook.in_graph(module, hidden[0], ids[0])
     except NotUnderstoodError as reason:
         hook.warn_once(type(module).__name__, str(reason))
@@ -330,6 +332,8 @@ def _eager_implementation(module: nn.Module) -> Any:
 
 def register(name: str, kernel: str, num_threads: int | None) -> None:
     """Puts a hook into transformers' table under ``name``."""
+    if not as_text("name", name):
+        raise ArgumentError("name: expected a name for transformers' table, got an empty str")
     if name not in _hooks and (name == "eager" or name in moe.ALL_EXPERTS_FUNCTIONS):
         raise ArgumentError(f"name: expected one that transformers does not have yet, got {name!r}")
     hook = ExpertsHook(kernel, num_threads)
@@ -339,6 +343,7 @@ def register(name: str, kernel: str, num_threads: int | None) -> None:
 
 def name_layer(module: nn.Module, name: str) -> None:
     """``name`` is what dumps and traces call this experts module."""
+    as_text("name", name)
     _names[module] = name
     for hook in _hooks.values():
         hook.rename(module, name)

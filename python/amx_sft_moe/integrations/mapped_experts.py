@@ -117,8 +117,9 @@ def _refusal(stack: MappedStack, what: object) -> str:
     name = f"{stack.parameter_name}: " if stack.parameter_name else ""
     return (
         f"{name}expected a use that leaves the experts where they lie in mapped files, got {what}, which "
-        "stacks or changes them. Run them by experts_implementation='amx_sft_moe'; merge an adapter by "
-        "`python -m amx_sft_moe adapter merge`; to change or train experts, load by from_pretrained"
+        "stacks or changes them. Run them by experts_implementation='amx_sft_moe'; save the adapter alone "
+        "(model.save_pretrained or save_per_expert); merge it by `python -m amx_sft_moe adapter merge`; to "
+        "change or train experts, load by from_pretrained"
     )
 
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 import argparse
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from io import TextIOWrapper
 from pathlib import Path
 from typing import IO
@@ -148,18 +149,37 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
+@contextmanager
+def _named(option: str) -> Iterator[None]:
+    """Errors say which option's value it was: files have names and errors of their own."""
+    try:
+        yield
+    except TimelineError as error:
+        raise TimelineError(f"{option}: {error}") from error
+
+
 def _load(paths: Sequence[Path], options: argparse.Namespace) -> Timeline:
     """The files with filters, limits and skipped passes applied."""
     filters = Filters()
     if options.filter_name is not None:
-        filters.name = parse_name(options.filter_name)
+        with _named("--filter-name"):
+            filters.name = parse_name(options.filter_name)
     if options.filter_thread is not None:
-        filters.threads = parse_threads(options.filter_thread)
+        with _named("--filter-thread"):
+            filters.threads = parse_threads(options.filter_thread)
     if options.filter_time is not None:
-        filters.begin, filters.end = parse_window(options.filter_time)
+        with _named("--filter-time"):
+            filters.begin, filters.end = parse_window(options.filter_time)
+    if options.step_range is not None:
+        with _named("--step-range"):
+            parse_name(options.step_range)
+    for selector in options.overlap or ():
+        with _named("--overlap"):
+            parse_name(selector)
     timeline = read(paths, filters, Bounds(ranges=options.max_ranges), options.step_range)
     if options.filter_nvtx is not None:
-        inside_range(timeline, options.filter_nvtx)
+        with _named("--filter-nvtx"):
+            inside_range(timeline, options.filter_nvtx)
     skip_first(timeline, options.skip)
     if options.measure:
         measure_limits(timeline)

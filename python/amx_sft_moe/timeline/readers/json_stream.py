@@ -170,6 +170,11 @@ class TraceEvents:
                     f"a value of more than {self._longest:,} bytes there)"
                 ) from None
             self.cut = True
+        if not found and "traceEvents" in self.header:
+            raise TimelineError(
+                f"{self._path}: expected an array under traceEvents, got "
+                f"{json.dumps(self.header['traceEvents'])[:40]}: no Chrome trace"
+            )
         if not found:
             keys = ", ".join(list(self.header)[:5]) or "no keys"
             raise TimelineError(

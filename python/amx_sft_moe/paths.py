@@ -1,0 +1,23 @@
+"""Paths that users give as arguments."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from amx_sft_moe.errors import ArgumentError
+
+
+def given_directory(name: str, value: str | os.PathLike[str]) -> Path:
+    """The directory given as argument ``name``, which may not exist.
+
+    An empty one is refused: to ``Path`` it is the current directory, and mostly a script's unset variable.
+
+    Raises:
+        TypeError: no path. ArgumentError: an empty one.
+    """
+    if not isinstance(value, str | os.PathLike):
+        raise TypeError(f"{name}: expected a path, got {type(value).__name__}")
+    if not os.fspath(value):
+        raise ArgumentError(f"{name}: expected a directory, got ''")
+    return Path(value)
