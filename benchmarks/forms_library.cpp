@@ -57,16 +57,17 @@ void run_nt(int threads, index_t tokens, const W* weights, index_t matrices, ind
   AlignedBuffer<E> packed(ceil_div(tokens, arch::kPanelCols) * stride);
   gemm::pack_operand<Kernel>(MatrixView<const W>{activations, tokens, in, in}, tokens, in,
                              {packed.data(), stride});
-  constexpr index_t kWide = gemm::Blocking::kOutRows<Kernel>;
-  const index_t per_matrix = ceil_div(out, kWide);
+  const index_t wide =
+      gemm::Blocking::of_this_machine().nt_rows<Kernel>(1, tokens, out, {matrices, matrices * tokens, threads});
+  const index_t per_matrix = ceil_div(out, wide);
   team.run(matrices * per_matrix, [&](auto& context, float* result, index_t task) {
-    const index_t first = task % per_matrix * kWide;
+    const index_t first = task % per_matrix * wide;
     const MatrixView<const W> matrix{weights + task / per_matrix * out * in, out, in, in};
     const std::array<gemm::Term<E>, 1> terms{
         {{gemm::AnyRows(matrix).from(first, 0), in, {packed.data(), stride}}}};
     const std::array<std::span<const gemm::Term<E>>, 1> outputs{{terms}};
     gemm::gemm_nt<Kernel>(
-        context, std::min(kWide, out - first), tokens, tokens, outputs, [&](const auto& blocks) {
+        context, std::min(wide, out - first), tokens, tokens, outputs, [&](const auto& blocks) {
           const gemm::TokenBlock& block = blocks[0];
           gemm::store_tokens<Kernel>(block, result + block.token * out + first + block.out, out, 1.0F, nullptr);
         });
@@ -76,7 +77,8 @@ void run_nt(int threads, index_t tokens, const W* weights, index_t matrices, ind
 void run_nn(int threads, index_t tokens, const W* weights, index_t matrices, index_t out, index_t in,
             const W* activations) {
   Threads team(threads, tokens * in);
-  const index_t wide = gemm::Blocking::of_this_machine().nn_cols<Kernel>(out, tokens, in, matrices, threads);
+  const index_t wide = gemm::Blocking::of_this_machine().nn_cols<Kernel>(
+      out, tokens, in, {matrices, matrices * tokens, threads});
   const index_t per_matrix = ceil_div(in, wide);
   team.run(matrices * per_matrix, [&](auto& context, float* result, index_t task) {
     const index_t first = task % per_matrix * wide;
@@ -92,7 +94,8 @@ void run_tn(int threads, index_t tokens, const W* weights, index_t matrices, ind
             const W* activations) {
   Threads team(threads, kRank * in);
   const index_t batches = matrices * out / tokens;
-  const index_t wide = gemm::Blocking::of_this_machine().tn_cols<Kernel>(tokens, in, batches, threads);
+  const index_t wide =
+      gemm::Blocking::of_this_machine().tn_cols<Kernel>(tokens, in, {batches, batches * tokens, threads});
   const index_t per_batch = ceil_div(in, wide);
   team.run(batches * per_batch, [&](auto& context, float* result, index_t task) {
     const index_t first = task % per_batch * wide;

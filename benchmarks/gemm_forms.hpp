@@ -88,14 +88,15 @@ class KernelForms {
     const gemm::Panels<E> x{x_panels_.data(), stride};
     gemm::pack_operand<Kernel>(MatrixView<const W>{memory_.activations.data(), m, shape_.in, shape_.in}, m,
                                shape_.in, x);
-    constexpr index_t kOutRows = gemm::Blocking::kOutRows<Kernel>;
     const index_t step = std::min(m, blocking_.template tokens_for<Kernel>(shape_.in, m));
-    const GemmTasks tasks{products, ceil_div(m, step), ceil_div(shape_.out, kOutRows)};
+    const index_t wide =
+        blocking_.template nt_rows<Kernel>(1, step, shape_.out, {products, products * m, threads_});
+    const GemmTasks tasks{products, ceil_div(m, step), ceil_div(shape_.out, wide)};
     return run(tasks.count(), [&](auto& context, float* result, index_t task) {
       const index_t token = tasks.row(task) * step;
       const index_t tokens = std::min(step, m - token);
-      const index_t first = tasks.col(task) * kOutRows;
-      const index_t rows = std::min(kOutRows, shape_.out - first);
+      const index_t first = tasks.col(task) * wide;
+      const index_t rows = std::min(wide, shape_.out - first);
       const auto x_here = x.from_column(token);
       const std::array<gemm::Term<E>, 1> terms{
           {{matrix(tasks.matrix(task)).from(first, 0), shape_.in, {x_here.data, x_here.panel_stride}}}};
@@ -111,7 +112,8 @@ class KernelForms {
 
   double nn_seconds(index_t m, index_t products) {
     const index_t step = std::min(m, gemm::Blocking::even_tokens(m, gemm::Blocking::kTokensPerTask));
-    const index_t wide = blocking_.template nn_cols<Kernel>(shape_.out, step, shape_.in, products, threads_);
+    const index_t wide =
+        blocking_.template nn_cols<Kernel>(shape_.out, step, shape_.in, {products, products * m, threads_});
     const GemmTasks tasks{products, ceil_div(m, step), ceil_div(shape_.in, wide)};
     return run(tasks.count(), [&](auto& context, float* result, index_t task) {
       const index_t row = tasks.row(task) * step;
@@ -127,7 +129,8 @@ class KernelForms {
   }
 
   double tn_seconds(index_t m, index_t products) {
-    const index_t wide = blocking_.template tn_cols<Kernel>(m, shape_.in, memory_.matrices, threads_);
+    const index_t wide =
+        blocking_.template tn_cols<Kernel>(m, shape_.in, {memory_.matrices, memory_.matrices * m, threads_});
     const index_t per_product = ceil_div(shape_.in, wide);
     return run(products * per_product, [&](auto& context, float* result, index_t task) {
       const index_t first = task % per_product * wide;

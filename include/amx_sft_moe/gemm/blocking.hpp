@@ -11,15 +11,25 @@
 AMX_SFT_MOE_NAMESPACE_BEGIN
 namespace gemm {
 
+// What the tasks of a region share out: active experts, their rows in all, and among how many threads.
+struct Load {
+  index_t experts, rows;
+  int threads;
+};
+
 struct Blocking {
   // Half of L2 for packed B; the other half is for the rows of A passing by and for C. 1 MiB where the system
   // does not say (virtual machines): the smallest L2 of a server CPU with AVX512-BF16.
   index_t panel_bytes = index_t{1} << 19;
 
-  // gemm_nt: rows of a weight per task. A multiple of the kernel's blocks (strips: 64; AMX tiles: 32 and 96): no tail
-  // but the last. Small, so that few experts still make enough tasks.
+  // gemm_nt: rows of a weight per task, at least and at most. Multiples of the kernel's blocks (strips: 64; AMX tiles: 32
+  // and 96): no tail but the last. Few, so that few experts still make enough tasks; many where there are enough: a task
+  // begins with weights that nobody asked memory for, and kernels of strips pack its first strip before they multiply
+  // (benchmarks/LOG.md, "Wide tasks of gemm_nt").
   template <class Kernel>
   static constexpr index_t kOutRows = MultipliesStrips<Kernel> ? 128 : 96;
+  template <class Kernel>
+  static constexpr index_t kMaxOutRows = MultipliesStrips<Kernel> ? 1024 : 192;
   // Rows of an expert that one task packs, projects or differentiates; a multiple of a panel's columns.
   static constexpr index_t kRowChunk = 64;
   // gemm_nn and gemm_nt: tokens of a task, see even_tokens(). From here on packing a panel of weights (once per
@@ -69,34 +79,40 @@ struct Blocking {
     return blocking;
   }
 
-  // Columns of a task of gemm_nn over k steps, [rows, cols] of each of `experts`, where `threads` share them: what of B,
-  // packed, stays in L2; or, where B is used at once or packed in parts, what of C does.
+  // Rows of each of `weights` of an expert, [out, k] both, of a task of gemm_nt that multiplies them with `tokens`: what of
+  // C stays in L2.
   template <class Kernel>
-  index_t nn_cols(index_t k, index_t rows, index_t cols, index_t experts, int threads) const {
+  index_t nt_rows(index_t weights, index_t tokens, index_t out, const Load& load) const {
+    return shared(kMaxOutRows<Kernel>, kOutRows<Kernel>, {weights * tokens, tokens, out}, load);
+  }
+  // Columns of a task of gemm_nn over k steps, [rows, cols] of an expert: what of B, packed, stays in L2; or, where B is
+  // used at once or packed in parts, what of C does.
+  template <class Kernel>
+  index_t nn_cols(index_t k, index_t rows, index_t cols, const Load& load) const {
     if constexpr (!MultipliesStrips<Kernel> && !AddsToC<Kernel>) return resident_cols<Kernel>(k);
-    return shared_cols(whole_rows<Kernel>(k, rows) ? kMaxInPlaceCols : kMaxStripCols, rows, cols, experts,
-                       threads);
+    const index_t most = whole_rows<Kernel>(k, rows) ? kMaxInPlaceCols : kMaxStripCols;
+    return shared(most, kMaxCols, {rows, rows, cols}, load);
   }
   // Columns of a task of gemm_tn with LoRA's factors, B [tokens, cols]: what of B stays in L2 while the factors meet it,
   // packed together by kernels of tiles, and in grad_Ad made by the task itself.
   template <class Kernel>
-  index_t tn_cols(index_t tokens, index_t cols, index_t experts, int threads) const {
+  index_t tn_cols(index_t tokens, index_t cols, const Load& load) const {
     const bool narrow = !MultipliesStrips<Kernel> && (!AddsToC<Kernel> || tokens > kTokensPerTask);
     if (narrow) return resident_cols<Kernel>(tokens);
-    return shared_cols(kMaxStripCols, tokens, cols, experts, threads);
+    return shared(kMaxStripCols, kMaxCols, {tokens, tokens, cols}, load);
   }
   // Rows of one product of a base weight's gradient from so many tokens.
   template <class Kernel>
   static constexpr index_t grad_rows(index_t tokens) {
     return MultipliesStrips<Kernel> && tokens <= kFlatGradTokens ? kFlatGradRows : kGradRows;
   }
-  // Columns of the tasks of such gradients, [rows, cols] of each of `experts`, where `threads` share them.
+  // Columns of the tasks of such gradients, [rows, cols] of each expert.
   template <class Kernel>
-  index_t grad_cols(index_t tokens, index_t rows, index_t cols, index_t experts, int threads) const {
+  index_t grad_cols(index_t tokens, index_t rows, index_t cols, const Load& load) const {
     if constexpr (!MultipliesStrips<Kernel> && !AddsToC<Kernel>) return resident_cols<Kernel>(tokens);
-    const index_t tall = experts * ceil_div(rows, kGradRowsPerTask);
+    const index_t tall = load.experts * ceil_div(rows, kGradRowsPerTask);
     index_t wide = tokens <= kFlatGradTokens ? kMaxStripCols : kGradStripCols;
-    while (wide > kMaxCols && tall * ceil_div(cols, wide) < kTasksPerThread * index_t{threads}) wide /= 2;
+    while (wide > kMaxCols && tall * ceil_div(cols, wide) < kTasksPerThread * index_t{load.threads}) wide /= 2;
     return wide;
   }
   // Tokens of each task of gemm_nt where an expert has `tokens`: their x, of strips as much of it as one meets, stays in
@@ -120,13 +136,22 @@ struct Blocking {
     return false;
   }
 
-  // At most `wide`, halved until `rows` of fp32 stay in L2 and each thread has tasks to choose from.
-  index_t shared_cols(index_t wide, index_t rows, index_t cols, index_t experts, int threads) const {
-    const auto fits = [&] {
-      return rows * wide * index_t{sizeof(float)} <= panel_bytes &&
-             experts * ceil_div(cols, wide) >= kTasksPerThread * index_t{threads};
+  // A product of an expert: rows of fp32 that a column of a task keeps, tokens, and its columns in all.
+  struct Product {
+    index_t kept, tokens, cols;
+  };
+  // Columns of a task: `most`, halved until what it keeps stays in L2 and each thread has tasks to choose from, none of
+  // them more than its share of all tokens' products (experts have as many tokens as routing gives them), or down to
+  // about `least`.
+  index_t shared(index_t most, index_t least, const Product& of, const Load& load) const {
+    const index_t tasks = kTasksPerThread * index_t{load.threads};
+    const auto fits = [&](index_t wide) {
+      return of.kept * wide * index_t{sizeof(float)} <= panel_bytes &&
+             load.experts * ceil_div(of.cols, wide) >= tasks &&
+             of.tokens * std::min(wide, of.cols) * tasks <= load.rows * of.cols;
     };
-    while (wide > kMaxCols && !fits()) wide /= 2;
+    index_t wide = most;
+    while (wide > least && !fits(wide)) wide /= 2;
     return wide;
   }
 

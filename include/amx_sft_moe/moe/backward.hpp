@@ -140,8 +140,7 @@ inline void clear_idle(const AnyExpertTensor& grad, index_t expert) {
 // LoRA's gradients: all rows of an expert, `cols` columns of x, h or their gradients cut into tasks.
 template <class Kernel>
 void add_gradient_tasks(Step<Kernel>& step, int kind, const ExpertRows& expert, index_t cols) {
-  const index_t col_step =
-      step.blocking.template tn_cols<Kernel>(expert.rows, cols, step.active_experts(), step.threads);
+  const index_t col_step = step.blocking.template tn_cols<Kernel>(expert.rows, cols, step.load());
   add_tasks(step.work.tasks, kind, expert, expert.rows, cols, col_step);
 }
 
@@ -150,8 +149,7 @@ template <class Kernel>
 void add_product_tasks(Step<Kernel>& step, int kind, const ExpertRows& expert, index_t k, index_t cols) {
   const index_t rows =
       std::min(expert.rows, gemm::Blocking::even_tokens(expert.rows, gemm::Blocking::kTokensPerTask));
-  const index_t col_step =
-      step.blocking.template nn_cols<Kernel>(k, rows, cols, step.active_experts(), step.threads);
+  const index_t col_step = step.blocking.template nn_cols<Kernel>(k, rows, cols, step.load());
   add_tasks(step.work.tasks, kind, expert, rows, cols, col_step);
 }
 

@@ -99,6 +99,16 @@ void finish_gate_up_block(Step<Kernel>& step, const Task& task, const std::array
   gemm::append_operand<Kernel>(gate, 1.0F, h.from_column(gate.token), first, step.intermediate);
 }
 
+// gemm_nt of an expert's tokens with `weights` of it, [out, k] each, cut into tasks.
+template <class Kernel>
+void add_weight_row_tasks(Step<Kernel>& step, const ExpertRows& expert, index_t weights, index_t k, index_t out,
+                          std::int32_t* groups = nullptr) {
+  const index_t tokens = step.blocking.template tokens_for<Kernel>(k, expert.rows);
+  const index_t rows =
+      step.blocking.template nt_rows<Kernel>(weights, std::min(tokens, expert.rows), out, step.load());
+  add_tasks(step.work.tasks, 0, expert, tokens, out, rows, groups);
+}
+
 template <class Kernel>
 void forward_gate_up(Step<Kernel>& step) {
   using E = typename Kernel::Compute;
@@ -114,13 +124,12 @@ void forward_gate_up(Step<Kernel>& step) {
   work.tasks.clear();
   std::int32_t groups = 0;
   for (const ExpertRows& expert : work.routing.active()) {
-    add_tasks(work.tasks, 0, expert, step.blocking.template tokens_for<Kernel>(step.hidden, expert.rows),
-              step.intermediate, gemm::Blocking::kOutRows<Kernel>, &groups);
+    add_weight_row_tasks(step, expert, 2, step.hidden, step.intermediate, &groups);
   }
   // u_down needs all of h for its tokens: whichever task finishes a group's last block goes on with it.
   parallel::Countdown* unfinished = work.reserve_countdowns(groups);
-  const index_t blocks_per_group = ceil_div(step.intermediate, gemm::Blocking::kOutRows<Kernel>);
-  for (std::int32_t g = 0; g < groups; ++g) unfinished[g].reset(blocks_per_group);
+  for (std::int32_t g = 0; g < groups; ++g) unfinished[g].reset(0);
+  for (const Task& task : work.tasks) unfinished[task.group].add(1);
 
   run_region(step, PhaseGroup::kForwardGateUp, [&](Worker<Kernel>& worker, const Task& task) {
     const ExpertRows& expert = *task.expert;
@@ -158,8 +167,7 @@ void forward_down(Step<Kernel>& step) {
 
   work.tasks.clear();
   for (const ExpertRows& expert : work.routing.active()) {
-    add_tasks(work.tasks, 0, expert, step.blocking.template tokens_for<Kernel>(step.intermediate, expert.rows),
-              step.hidden, gemm::Blocking::kOutRows<Kernel>);
+    add_weight_row_tasks(step, expert, 1, step.intermediate, step.hidden);
   }
   run_region(step, PhaseGroup::kForwardDown, [&](Worker<Kernel>& worker, const Task& task) {
     const ExpertRows& expert = *task.expert;

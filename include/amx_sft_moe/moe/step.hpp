@@ -32,7 +32,10 @@ struct Step {
   StepTimer& timer;
   SavedActivations<Stored> saved;  // of this step; null views in a forward that saves nothing
 
-  index_t active_experts() const { return static_cast<index_t>(work.routing.active().size()); }
+  // What the tasks of a region share out.
+  gemm::Load load() const {
+    return {static_cast<index_t>(work.routing.active().size()), work.routing.routed_rows(), threads};
+  }
 };
 
 // A thread in a region: what it times, and what it brings to a GEMM.

@@ -23,8 +23,7 @@ namespace moe {
 template <class Kernel>
 void add_weight_tasks(Step<Kernel>& step, int kind, const ExpertRows& expert, index_t rows, index_t cols) {
   const index_t tokens = std::min(expert.rows, gemm::Blocking::kGradTokens);
-  const index_t col_step =
-      step.blocking.template grad_cols<Kernel>(tokens, rows, cols, step.active_experts(), step.threads);
+  const index_t col_step = step.blocking.template grad_cols<Kernel>(tokens, rows, cols, step.load());
   for (index_t row = 0; row < rows; row += gemm::Blocking::kGradRowsPerTask) {
     for (index_t col = 0; col < cols; col += col_step) {
       Task task;

@@ -100,7 +100,9 @@ void run_tasks(int num_threads, index_t tasks, MakeWorker&& make_worker) {
 // the task that makes the count zero, and that task then sees all that the others wrote.
 class Countdown {
  public:
+  // Before the tasks run.
   void reset(index_t count) { left_.store(count, std::memory_order_relaxed); }
+  void add(index_t count) { left_.fetch_add(count, std::memory_order_relaxed); }
   bool finish() { return left_.fetch_sub(1, std::memory_order_acq_rel) == 1; }
 
  private:

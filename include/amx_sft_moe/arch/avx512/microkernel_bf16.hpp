@@ -15,7 +15,7 @@ namespace arch {
 // a strip of few tokens takes as long for as for its products.
 struct Avx512Bf16Microkernel : StripTiles<Avx512Bf16Microkernel, bf16, 6, 4, 4>,
                                InPlaceSums<avx512::InPlacePairTiles, 8>,
-                               InPlaceDots<avx512::InPlacePairTiles, 48, 4, 6> {
+                               InPlaceDots<avx512::InPlacePairTiles, 18, 4, 6> {
   static_assert(kCols == kStripCols);  // a strip is one block, for what packs it
   using RowsAhead = avx512::RowsAhead;
   using ColumnsAhead = avx512::ColumnsAhead;
