@@ -58,7 +58,7 @@ void run_nt(int threads, index_t tokens, const W* weights, index_t matrices, ind
   gemm::pack_operand<Kernel>(MatrixView<const W>{activations, tokens, in, in}, tokens, in,
                              {packed.data(), stride});
   const index_t wide =
-      gemm::Blocking::of_this_machine().nt_rows<Kernel>(1, tokens, out, {matrices, matrices * tokens, threads});
+      gemm::Blocking::of_this_machine().nt_rows<Kernel>(tokens, out, {matrices, matrices * tokens, threads});
   const index_t per_matrix = ceil_div(out, wide);
   team.run(matrices * per_matrix, [&](auto& context, float* result, index_t task) {
     const index_t first = task % per_matrix * wide;

@@ -90,7 +90,7 @@ class KernelForms {
                                shape_.in, x);
     const index_t step = std::min(m, blocking_.template tokens_for<Kernel>(shape_.in, m));
     const index_t wide =
-        blocking_.template nt_rows<Kernel>(1, step, shape_.out, {products, products * m, threads_});
+        blocking_.template nt_rows<Kernel>(step, shape_.out, {products, products * m, threads_});
     const GemmTasks tasks{products, ceil_div(m, step), ceil_div(shape_.out, wide)};
     return run(tasks.count(), [&](auto& context, float* result, index_t task) {
       const index_t token = tasks.row(task) * step;
@@ -111,7 +111,7 @@ class KernelForms {
   }
 
   double nn_seconds(index_t m, index_t products) {
-    const index_t step = std::min(m, gemm::Blocking::even_tokens(m, gemm::Blocking::kTokensPerTask));
+    const index_t step = gemm::Blocking::nn_tokens<Kernel>(m);
     const index_t wide =
         blocking_.template nn_cols<Kernel>(shape_.out, step, shape_.in, {products, products * m, threads_});
     const GemmTasks tasks{products, ceil_div(m, step), ceil_div(shape_.in, wide)};

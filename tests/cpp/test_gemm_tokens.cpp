@@ -133,13 +133,12 @@ TEST(EvenTokens, PartsAreAlignedBoundedAndOfOneSize) {
   }
 }
 
-// Of a region's tasks: whether one with so many rows of two weights leaves enough of them, and not too large ones.
-bool leaves_enough(index_t rows, index_t tokens, index_t out, const gemm::Load& load, index_t panel_bytes) {
+// Of a region's tasks: whether one with so many rows of a weight leaves enough of them, and not too large ones.
+bool leaves_enough(index_t rows, index_t tokens, index_t out, const gemm::Load& load) {
   const index_t tasks = gemm::Blocking::kTasksPerThread * index_t{load.threads};
   const auto share = static_cast<double>(tokens) * static_cast<double>(std::min(rows, out)) /
                      (static_cast<double>(load.rows) * static_cast<double>(out));
-  return 2 * tokens * rows * index_t{sizeof(float)} <= panel_bytes &&
-         load.experts * ceil_div(out, rows) >= tasks && share <= 1.0 / static_cast<double>(tasks) * (1 + 1e-12);
+  return load.experts * ceil_div(out, rows) >= tasks && share <= 1.0 / static_cast<double>(tasks) * (1 + 1e-12);
 }
 
 // As wide as that allows, in whole strips. An expert may have as many tokens as all, or four times its share.
@@ -154,12 +153,12 @@ TEST(Blocking, TasksOfGemmNtAreAsWideAsEveryThreadHasEnoughOf) {
       for (const index_t tokens : {1, 8, 33, 128, 256}) {
         for (const index_t out : {96, 768, 2880, 14336}) {
           const gemm::Load load{experts, std::max(tokens, experts * tokens / 4), threads};
-          const index_t rows = blocking.nt_rows<Kernel>(2, tokens, out, load);
+          const index_t rows = blocking.nt_rows<Kernel>(tokens, out, load);
           SCOPED_TRACE(testing::Message() << experts << " experts, " << threads << " threads, " << tokens
                                           << " tokens, out " << out << ": " << rows);
           EXPECT_EQ(0, rows % arch::kStripCols);
-          EXPECT_TRUE(rows == kLeast || leaves_enough(rows, tokens, out, load, blocking.panel_bytes));
-          EXPECT_TRUE(rows == kMost || !leaves_enough(2 * rows, tokens, out, load, blocking.panel_bytes));
+          EXPECT_TRUE(rows == kLeast || leaves_enough(rows, tokens, out, load));
+          EXPECT_TRUE(rows == kMost || !leaves_enough(2 * rows, tokens, out, load));
           (rows > kLeast ? wide : narrow) += 1;
         }
       }

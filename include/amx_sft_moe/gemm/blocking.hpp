@@ -79,19 +79,19 @@ struct Blocking {
     return blocking;
   }
 
-  // Rows of each of `weights` of an expert, [out, k] both, of a task of gemm_nt that multiplies them with `tokens`: what of
-  // C stays in L2.
+  // Rows of a weight [out, k] of a task of gemm_nt with `tokens` of an expert. Each column of C is finished before the next:
+  // it need not stay in a cache.
   template <class Kernel>
-  index_t nt_rows(index_t weights, index_t tokens, index_t out, const Load& load) const {
-    return shared(kMaxOutRows<Kernel>, kOutRows<Kernel>, {weights * tokens, tokens, out}, load);
+  index_t nt_rows(index_t tokens, index_t out, const Load& load) const {
+    return shared(kMaxOutRows<Kernel>, kOutRows<Kernel>, {0, tokens, out}, load);
   }
   // Columns of a task of gemm_nn over k steps, [rows, cols] of an expert: what of B, packed, stays in L2; or, where B is
-  // used at once or packed in parts, what of C does.
+  // used at once or packed in parts, what of C does, unless each of its columns is finished before the next.
   template <class Kernel>
   index_t nn_cols(index_t k, index_t rows, index_t cols, const Load& load) const {
     if constexpr (!MultipliesStrips<Kernel> && !AddsToC<Kernel>) return resident_cols<Kernel>(k);
     const index_t most = whole_rows<Kernel>(k, rows) ? kMaxInPlaceCols : kMaxStripCols;
-    return shared(most, kMaxCols, {rows, rows, cols}, load);
+    return shared(most, kMaxCols, {MakesRowsAhead<Kernel> ? 0 : rows, rows, cols}, load);
   }
   // Columns of a task of gemm_tn with LoRA's factors, B [tokens, cols]: what of B stays in L2 while the factors meet it,
   // packed together by kernels of tiles, and in grad_Ad made by the task itself.
@@ -121,6 +121,13 @@ struct Blocking {
   index_t tokens_for(index_t k, index_t tokens) const {
     const index_t fit = MultipliesStrips<Kernel> ? kStripTokens : index_t{0};
     return even_tokens(tokens, std::clamp(resident_cols<Kernel>(k), fit, kTokensPerTask));
+  }
+  // Tokens of each task of gemm_nn where an expert has `tokens`. Kernels of strips that cost nothing to pack take fewer:
+  // with 192 rows and more by 512 columns, which C has room for in L2, they had 0.74 of the peak, with 128 to 192 by 2048
+  // 0.90 (benchmarks/LOG.md, "Columns of gemm_nn").
+  template <class Kernel>
+  static constexpr index_t nn_tokens(index_t tokens) {
+    return std::min(tokens, even_tokens(tokens, MakesRowsAhead<Kernel> ? kStripTokens : kTokensPerTask));
   }
   // `tokens` in equal parts of about `fit`, half as many again rather than one part more: a task of the few that are
   // left over would have all weights streamed and packed for them.

@@ -1,11 +1,13 @@
 // The loop nests of kernels that multiply strips (arch/strips.hpp), on one thread. Both keep A in rows and add to
 // C [rows, columns] in L1 or L2:
 //
-//   B's rows are K (gemm_nn, gemm_tn)              B's rows are columns (gemm_nt)
-//     for each block of K                            for each strip of 64 columns
-//       for each strip of 64 columns                   for each block of K
-//         pack it from rows of B                         pack it from rows of B, transposing
-//         C += A's block x strip                         C += A's block x strip
+//   for each strip of 64 columns
+//     for each block of K
+//       pack it from rows of B                 gemm_nn, gemm_tn: along K; gemm_nt: columns, which are transposed
+//       C += A's block x strip
+//
+// For gemm_nn blocks of K are outermost, and strips follow along the same rows of B, where these would take longer to read
+// otherwise (MakesRowsAhead), or A is staged a block at a time.
 //
 // While a strip is multiplied the next is made where the kernel can (arch/strip_ahead.hpp), and the memory of those that
 // follow is on its way. An element of C is one chain of products along K whatever the block sizes: the same bits.
@@ -66,25 +68,30 @@ struct Extent {
   index_t rows, cols;
 };
 
-// What comes after the block at [row, col] where source's rows and columns [0, all) are passed over block by block, row of
-// blocks after row of blocks: the next two.
+// How the blocks of a matrix are passed over: one row of blocks after the other, or one column of them.
+enum class Order : std::uint8_t { kRows, kColumns };
+
+// What comes after the block at [row, col] where source's rows and columns [0, all) are passed over block by block: the
+// next two.
 template <class S>
 arch::BytesAhead blocks_ahead(const arch::RowSource<S>& source, const Extent& all, const Extent& block,
-                              index_t row, index_t col) {
+                              index_t row, index_t col, Order order) {
   constexpr index_t kSize = sizeof(S);
   if (source.row_index != nullptr) return {};
-  const auto step = [&](index_t& at_row, index_t& at_col) {
-    at_col += block.cols;
-    if (at_col < all.cols) return;
-    at_col = 0;
-    at_row += block.rows;
+  const auto step = [&] {
+    index_t& inner = order == Order::kRows ? col : row;
+    index_t& outer = order == Order::kRows ? row : col;
+    inner += order == Order::kRows ? block.cols : block.rows;
+    if (inner >= (order == Order::kRows ? all.cols : all.rows)) {
+      inner = 0;
+      outer += order == Order::kRows ? block.rows : block.cols;
+    }
+    return row < all.rows && col < all.cols;
   };
-  step(row, col);
-  if (row >= all.rows) return {};
+  if (!step()) return {};
   arch::BytesAhead ahead{place(source, row, col), 0, source.row_stride * kSize,
                          std::min(block.rows, all.rows - row), std::min(block.cols, all.cols - col) * kSize};
-  step(row, col);
-  if (row < all.rows) ahead.later = place(source, row, col);
+  if (step()) ahead.later = place(source, row, col);
   return ahead;
 }
 
@@ -139,12 +146,61 @@ class Strips {
   std::uintptr_t next_from_ = 0;  // what next_ was made from; 0: nothing
 };
 
+// C [rows, strip.cols] += A [rows, strip.rows] x the strip that source, rows along K, begins with.
+template <class Kernel, class S>
+void multiply_strip_of_rows(Strips<Kernel>& strips, const arch::RowSource<typename Kernel::Compute>& a,
+                            index_t rows, const arch::RowSource<S>& source, const Extent& strip,
+                            const arch::SumRows& c, const arch::BytesAhead& ahead) {
+  using Micro = typename Kernel::Microkernel;
+  strips.template multiply<typename AheadOf<Micro, S>::Rows>(
+      a.data, a.row_stride, rows, place(source, 0, 0), strip.rows, strip.cols, c, ahead,
+      [&](auto* to) { Micro::strip_of_rows(source, strip.rows, strip.cols, to); });
+}
+
+// C [rows, cols] += A [rows, k] x B [k, cols], A used where it lies, strip by strip of columns.
+template <class Kernel>
+void multiply_rows_by_columns(Scratch& scratch, const arch::RowSource<typename Kernel::Compute>& a,
+                              index_t rows, const AnyRows& b, index_t k, index_t cols, const arch::SumRows& c) {
+  constexpr index_t kDepth = arch::kStripDepth<typename Kernel::Compute>;
+  Strips<Kernel> strips(scratch);
+  b.visit([&](const auto& source) {
+    for (index_t j = 0; j < cols; j += arch::kStripCols) {
+      for (index_t kk = 0; kk < k; kk += kDepth) {
+        const Extent strip{std::min(kDepth, k - kk), std::min(arch::kStripCols, cols - j)};
+        multiply_strip_of_rows(
+            strips, a.from_column(kk), rows, source.from_row(kk).from_column(j), strip, c.after(kk).from(0, j),
+            blocks_ahead(source, {k, cols}, {kDepth, arch::kStripCols}, kk, j, Order::kColumns));
+      }
+    }
+  });
+}
+
+// The same block of K by block of K, all columns of each: A may have to be staged, or B.
+template <class Kernel>
+void multiply_rows_by_blocks(Scratch& scratch, const AnyRows& a, index_t rows, const AnyRows& b, index_t k,
+                             index_t cols, const arch::SumRows& c) {
+  constexpr index_t kDepth = arch::kStripDepth<typename Kernel::Compute>;
+  Strips<Kernel> strips(scratch);
+  for (index_t kk = 0; kk < k; kk += kDepth) {
+    const index_t here = std::min(kDepth, k - kk);
+    const auto a_block = strip_rows<Kernel>(scratch, a.from(0, kk), rows, here);
+    const index_t left = b.col_stride() == 1 ? k - kk : here;  // a copy is of one block
+    with_adjacent_rows<Kernel>(scratch, b.from(kk, 0), here, cols, [&](const auto& source) {
+      for (index_t j = 0; j < cols; j += arch::kStripCols) {
+        const Extent strip{here, std::min(arch::kStripCols, cols - j)};
+        multiply_strip_of_rows(
+            strips, a_block, rows, source.from_column(j), strip, c.after(kk).from(0, j),
+            blocks_ahead(source, {left, cols}, {here, arch::kStripCols}, 0, j, Order::kRows));
+      }
+    });
+  }
+}
+
 // C [rows, cols] += A [rows, k] x B [k, cols].
 template <class Kernel>
 void multiply_rows(Scratch& scratch, const AnyRows& a, index_t rows, const AnyRows& b, index_t k, index_t cols,
                    const arch::SumRows& c) {
   using Micro = typename Kernel::Microkernel;
-  constexpr index_t kDepth = arch::kStripDepth<typename Kernel::Compute>;
   if constexpr (SumsInPlace<Kernel>) {
     if (Micro::in_place(k, rows)) {
       const auto a_rows = strip_rows<Kernel>(scratch, a, rows, k);
@@ -153,22 +209,15 @@ void multiply_rows(Scratch& scratch, const AnyRows& a, index_t rows, const AnyRo
       });
     }
   }
-  Strips<Kernel> strips(scratch);
-  for (index_t kk = 0; kk < k; kk += kDepth) {
-    const index_t here = std::min(kDepth, k - kk);
-    const auto a_block = strip_rows<Kernel>(scratch, a.from(0, kk), rows, here);
-    const index_t left = b.col_stride() == 1 ? k - kk : here;  // a copy is of one block
-    const auto block = b.from(kk, 0);
-    with_adjacent_rows<Kernel>(scratch, block, here, cols, [&]<class S>(const arch::RowSource<S>& source) {
-      for (index_t j = 0; j < cols; j += arch::kStripCols) {
-        const index_t wide = std::min(arch::kStripCols, cols - j);
-        strips.template multiply<typename AheadOf<Micro, S>::Rows>(
-            a_block.data, a_block.row_stride, rows, place(source, 0, j), here, wide, c.after(kk).from(0, j),
-            blocks_ahead(source, {left, cols}, {here, arch::kStripCols}, 0, j),
-            [&](auto* strip) { Micro::strip_of_rows(source.from_column(j), here, wide, strip); });
-      }
-    });
+  if constexpr (MakesRowsAhead<Kernel>) {
+    using E = typename Kernel::Compute;
+    const E* direct = a.template direct<E>();
+    if (direct != nullptr && k % Micro::kKUnit == 0 && b.col_stride() == 1) {
+      const arch::RowSource<E> rows_of_a{direct, a.row_stride(), 1, nullptr};
+      return multiply_rows_by_columns<Kernel>(scratch, rows_of_a, rows, b, k, cols, c);
+    }
   }
+  multiply_rows_by_blocks<Kernel>(scratch, a, rows, b, k, cols, c);
 }
 
 // C [tokens, out] += X [tokens, k] x W^T, W [out, k]; X in rows `x_stride` apart, zeros up to the kernel's unit. Dot
@@ -197,7 +246,7 @@ void multiply_columns(Scratch& scratch, const typename Kernel::Compute* x, index
         const index_t here = std::min(kDepth, k - kk);
         strips.template multiply<typename AheadOf<Micro, S>::Columns>(
             x + kk, x_stride, tokens, place(source, i, kk), here, wide, c.after(kk).from(0, i),
-            blocks_ahead(source, {out, k}, {arch::kStripCols, kDepth}, i, kk), [&](auto* strip) {
+            blocks_ahead(source, {out, k}, {arch::kStripCols, kDepth}, i, kk, Order::kRows), [&](auto* strip) {
               Micro::strip_of_columns(source.from_row(i).from_column(kk), wide, here, strip);
             });
       }

@@ -21,6 +21,11 @@ concept SumsInPlace = requires { Kernel::Microkernel::in_place(1, 1); };
 template <class Kernel>
 concept DotsInPlace = requires { Kernel::Microkernel::kInPlaceTokens; };
 
+// A kernel of strips that makes the next one from rows of B while one is multiplied (arch/strip_ahead.hpp): gemm_nn goes
+// strip by strip of columns. Others pay for how far apart such a strip's rows are, and go by blocks of rows.
+template <class Kernel>
+concept MakesRowsAhead = requires { typename Kernel::Microkernel::RowsAhead; };
+
 // A kernel of tiles whose products can be added to C: K is split where B, packed, would not stay in L2.
 template <class Kernel>
 concept AddsToC = requires { Kernel::Microkernel::kAddsToC; };

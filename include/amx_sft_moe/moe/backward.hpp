@@ -147,8 +147,7 @@ void add_gradient_tasks(Step<Kernel>& step, int kind, const ExpertRows& expert, 
 // gemm_nn over k steps, [rows, cols] of an expert cut into tasks.
 template <class Kernel>
 void add_product_tasks(Step<Kernel>& step, int kind, const ExpertRows& expert, index_t k, index_t cols) {
-  const index_t rows =
-      std::min(expert.rows, gemm::Blocking::even_tokens(expert.rows, gemm::Blocking::kTokensPerTask));
+  const index_t rows = gemm::Blocking::nn_tokens<Kernel>(expert.rows);
   const index_t col_step = step.blocking.template nn_cols<Kernel>(k, rows, cols, step.load());
   add_tasks(step.work.tasks, kind, expert, rows, cols, col_step);
 }

@@ -99,13 +99,12 @@ void finish_gate_up_block(Step<Kernel>& step, const Task& task, const std::array
   gemm::append_operand<Kernel>(gate, 1.0F, h.from_column(gate.token), first, step.intermediate);
 }
 
-// gemm_nt of an expert's tokens with `weights` of it, [out, k] each, cut into tasks.
+// gemm_nt of an expert's tokens with weights of it, [out, k], cut into tasks.
 template <class Kernel>
-void add_weight_row_tasks(Step<Kernel>& step, const ExpertRows& expert, index_t weights, index_t k, index_t out,
+void add_weight_row_tasks(Step<Kernel>& step, const ExpertRows& expert, index_t k, index_t out,
                           std::int32_t* groups = nullptr) {
   const index_t tokens = step.blocking.template tokens_for<Kernel>(k, expert.rows);
-  const index_t rows =
-      step.blocking.template nt_rows<Kernel>(weights, std::min(tokens, expert.rows), out, step.load());
+  const index_t rows = step.blocking.template nt_rows<Kernel>(std::min(tokens, expert.rows), out, step.load());
   add_tasks(step.work.tasks, 0, expert, tokens, out, rows, groups);
 }
 
@@ -124,7 +123,7 @@ void forward_gate_up(Step<Kernel>& step) {
   work.tasks.clear();
   std::int32_t groups = 0;
   for (const ExpertRows& expert : work.routing.active()) {
-    add_weight_row_tasks(step, expert, 2, step.hidden, step.intermediate, &groups);
+    add_weight_row_tasks(step, expert, step.hidden, step.intermediate, &groups);
   }
   // u_down needs all of h for its tokens: whichever task finishes a group's last block goes on with it.
   parallel::Countdown* unfinished = work.reserve_countdowns(groups);
@@ -167,7 +166,7 @@ void forward_down(Step<Kernel>& step) {
 
   work.tasks.clear();
   for (const ExpertRows& expert : work.routing.active()) {
-    add_weight_row_tasks(step, expert, 1, step.intermediate, step.hidden);
+    add_weight_row_tasks(step, expert, step.intermediate, step.hidden);
   }
   run_region(step, PhaseGroup::kForwardDown, [&](Worker<Kernel>& worker, const Task& task) {
     const ExpertRows& expert = *task.expert;
