@@ -101,9 +101,11 @@ asan: $(VENV)/onednn $(VENV)/simde
 	OMP_WAIT_POLICY=passive $(BIN)/ctest --test-dir $(BUILD)-asan --output-on-failure -j $(JOBS)
 
 # The bindings, by the Python tests that call the operator itself. Python is not instrumented, so the run-time library
-# goes before it; what Python keeps until it ends is not told as leaked. oneDNN's module is left out.
+# goes before it; what Python keeps until it ends is not told as leaked. oneDNN's module is left out. Built in a folder of
+# its own: CMake would remember the sanitizers for the package that is installed next.
 asan-python: $(VENV)/installed
 	$(BIN)/pip install -q --no-build-isolation --no-deps --upgrade --target $(BUILD)-asan-python . \
+	  -C build-dir=$(BUILD)-asan-python-tree \
 	  -C cmake.build-type=RelWithDebInfo -C cmake.define.CMAKE_CXX_FLAGS_RELWITHDEBINFO="-O1 -g1" \
 	  -C cmake.define.AMX_SFT_MOE_SANITIZE=address,undefined -C cmake.define.AMX_SFT_MOE_ONEDNN=OFF
 	PYTHONPATH="$(abspath $(BUILD)-asan-python)" OMP_WAIT_POLICY=passive ASAN_OPTIONS=detect_leaks=0 \

@@ -26,7 +26,7 @@ TOKEN_REGIONS = ("sum_tokens", "grad_sum_tokens")  # their tasks are tokens, not
 # also for a task of their last few rows (InPlaceDots of the kernels' microkernels). Kernels not named here
 # always pack. gemm_nn and gemm_tn choose by a task's own rows, which is what was measured.
 NT_REGIONS = ("gather", "gate_up", "down")
-IN_PLACE_ROWS = {"avx512": 12, "avx512_bf16": 48, "avx2": 8}
+IN_PLACE_ROWS = {"avx512": 12, "avx512_bf16": 18, "avx2": 8}
 LORA_A_DOWN = -1  # kind of what the last task of a group of gate_up goes on with
 
 
