@@ -49,7 +49,7 @@ struct Blocking {
   static constexpr index_t kManyRows = 64;
   static constexpr index_t kTasksPerThread = 8;
   // Tokens of a task of gemm_nt with strips, of whose x only a block of K stays in L2 while a strip meets it: packing
-  // strips, 9 % of the time at 64 tokens where they are not made ahead, is half of that.
+  // strips, 9 % of the time at 64 tokens where they are not made ahead, is half of that. Of gemm_nn too where they are.
   static constexpr index_t kStripTokens = 128;
   // Gradients of base weights, gemm_tn at full width. Rows of a gradient that share a task's packed x or h: packing
   // them costs a thousandth of an element a multiply-add, and a gradient still makes tens of tasks.
@@ -122,7 +122,7 @@ struct Blocking {
     const index_t fit = MultipliesStrips<Kernel> ? kStripTokens : index_t{0};
     return even_tokens(tokens, std::clamp(resident_cols<Kernel>(k), fit, kTokensPerTask));
   }
-  // Tokens of each task of gemm_nn where an expert has `tokens`. Kernels of strips that cost nothing to pack take fewer:
+  // Tokens of each task of gemm_nn where an expert has `tokens`. Where strips are made ahead they are fewer:
   // with 192 rows and more by 512 columns, which C has room for in L2, they had 0.74 of the peak, with 128 to 192 by 2048
   // 0.90 (benchmarks/LOG.md, "Columns of gemm_nn").
   template <class Kernel>
