@@ -16,6 +16,8 @@ import weakref
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
 from amx_sft_moe import autograd
@@ -135,7 +137,23 @@ def _forward_saved(
     *parameters: torch.Tensor | None,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     form, inputs = (shared_a, apart, scaling), (x, expert_ids, routing_weights)
-    return autograd.run_forward(_experts(handle, parameters), *form, *inputs, parameters, save=True)
+    y, saved_values = autograd.run_forward(_experts(handle, parameters), *form, *inputs, parameters, save=True)
+    return y, None if saved_values is None else _holding(_layers[handle], saved_values)
+
+
+class _Memory(npt.NDArray[np.generic]):
+    """Saved activations that keep their layer alive: a backward may come after its module is gone."""
+
+    layer: Layer | ExpertWeights
+
+
+def _holding(layer: Layer | ExpertWeights, saved: torch.Tensor) -> torch.Tensor:
+    """The same memory, for which a graph needs no reference to the layer."""
+    # NumPy has no bfloat16; of one size, so that no tokens are a view as well.
+    same_size = torch.int16 if saved.element_size() == 2 else torch.int32
+    memory = saved.view(same_size).numpy().view(_Memory)
+    memory.layer = layer
+    return torch.from_numpy(memory).view(saved.dtype)
 
 
 def _backward(

@@ -4,6 +4,8 @@ refused."""
 from __future__ import annotations
 
 import copy
+import gc
+import weakref
 from typing import Any
 
 import pytest
@@ -271,6 +273,27 @@ def test_one_factor_twice() -> None:
     expected = results(experts, inputs, *factors)
     found = results(torch.compile(experts, fullgraph=True, backend=BACKEND), inputs, *factors)
     assert all(torch.equal(x, y) for x, y in zip(found, expected, strict=True))
+
+
+@pytest.mark.parametrize("backend", ["eager", BACKEND])
+@pytest.mark.parametrize("tokens", [12, 0])
+def test_backward_after_the_module_is_gone(backend: str, tokens: int) -> None:
+    """As in eager mode: what a forward returned keeps the layer alive, and nothing else does."""
+    layer = make_layer(Sizes(tokens=tokens), dtype=torch.float32)
+    x = layer.x.requires_grad_()
+    inputs = x, layer.expert_ids, layer.routing_weights
+    module = module_of(layer)
+    (expected,) = torch.autograd.grad(module(*inputs).sum(), x)
+    alive = weakref.ref(module)
+    y = torch.compile(module, backend=backend)(*inputs)
+    del module
+    gc.collect()
+    assert alive() is not None
+    (found,) = torch.autograd.grad(y.sum(), x)
+    assert torch.equal(found, expected)
+    del y
+    gc.collect()
+    assert alive() is None
 
 
 @pytest.mark.parametrize("backend", ["eager", BACKEND])
