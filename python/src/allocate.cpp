@@ -49,7 +49,10 @@ Tensor allocate(Family family, DType dtype, std::initializer_list<index_t> shape
     const std::vector<py::ssize_t> sizes(shape.begin(), shape.end());
     made = py::array(dtype == DType::kBf16 ? numpy_bf16(argument) : py::dtype::of<float>(), sizes);
   }
-  return read_tensor(made, argument);
+  Tensor tensor = read_tensor(made, argument);
+  // Gradients of all factors are tens of megabytes, new in every step: one page fault for 2 MiB instead of 512.
+  ask_for_huge_pages(tensor.data, static_cast<std::size_t>(tensor.elements() * size_of(dtype)));
+  return tensor;
 }
 
 void mark_written(const Tensor& tensor) {
