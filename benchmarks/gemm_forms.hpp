@@ -186,7 +186,7 @@ class KernelForms {
   const GemmMemory<W>& memory_;
   gemm::Blocking blocking_ = gemm::Blocking::of_this_machine();
   amx_sft_moe::Workspace work_;
-  AlignedBuffer<E> x_panels_;
+  amx_sft_moe::AlignedBuffer<E> x_panels_;
 };
 
 }  // namespace bench

@@ -12,7 +12,6 @@
 
 namespace bench {
 
-using amx_sft_moe::AlignedBuffer;
 using amx_sft_moe::index_t;
 using amx_sft_moe::round_up;
 
@@ -66,9 +65,9 @@ struct BaseGradients {
 // to the second half of the matrices and made from the first.
 template <class E>
 struct GemmMemory {
-  AlignedBuffer<E> weights;
-  AlignedBuffer<E> activations;               // [m, max(in, out)]
-  std::vector<AlignedBuffer<float>> results;  // one for each thread
+  CallersMemory<E> weights;
+  CallersMemory<E> activations;               // [m, max(in, out)]
+  std::vector<CallersMemory<float>> results;  // one for each thread
   index_t matrices;
 
   GemmMemory(const GemmShape& shape, int threads)

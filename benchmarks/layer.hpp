@@ -15,7 +15,6 @@
 
 namespace bench {
 
-using amx_sft_moe::AlignedBuffer;
 using amx_sft_moe::bf16;
 using amx_sft_moe::index_t;
 
@@ -51,11 +50,11 @@ struct LayerOptions {
 
 class Layer {
  public:
-  AlignedBuffer<bf16> gate, up, down;
-  AlignedBuffer<bf16> lora[6], grads[6];
-  AlignedBuffer<bf16> x, y, grad_y, grad_x;
-  AlignedBuffer<float> weights, grad_weights;
-  AlignedBuffer<std::int64_t> ids;
+  CallersMemory<bf16> gate, up, down;
+  CallersMemory<bf16> lora[6], grads[6];
+  CallersMemory<bf16> x, y, grad_y, grad_x;
+  CallersMemory<float> weights, grad_weights;
+  CallersMemory<std::int64_t> ids;
   index_t active = 0;  // experts with tokens
 
   Layer(const LayerShape& s, index_t tokens, const LayerOptions& options = {})
@@ -88,10 +87,10 @@ class Layer {
     return {tokens_, amx_sft_moe::ExpertIds(ids.data(), shape_.top_k),
             amx_sft_moe::AnyConstMatrix(weights.data(), tokens_, shape_.top_k, shape_.top_k)};
   }
-  amx_sft_moe::AnyMatrix rows(const AlignedBuffer<bf16>& of) const {  // [T, H]
+  amx_sft_moe::AnyMatrix rows(const CallersMemory<bf16>& of) const {  // [T, H]
     return {const_cast<bf16*>(of.data()), tokens_, shape_.hidden, shape_.hidden};
   }
-  amx_sft_moe::AnyConstMatrix const_rows(const AlignedBuffer<bf16>& of) const {
+  amx_sft_moe::AnyConstMatrix const_rows(const CallersMemory<bf16>& of) const {
     return {of.data(), tokens_, shape_.hidden, shape_.hidden};
   }
 

@@ -56,7 +56,8 @@ struct Blocking {
   static constexpr index_t kGradRowsPerTask = 512;
   // Rows of one product: as tall as those of gemm_nn, so that A^T and C stay in L2. Strips of few tokens mostly write the
   // gradient, and do it in whole rows: C wide and flat (kMaxStripCols; benchmarks/LOG.md, "Gradients of base weights").
-  // Of more tokens A^T, transposed anew for each range of columns, asks for some width, and strips for height.
+  // So do strips of any number of tokens that are made ahead, which finish one column of C before the next. Else, of more
+  // tokens A^T, transposed anew for each range of columns, asks for some width, and strips for height.
   static constexpr index_t kGradRows = 256;
   static constexpr index_t kFlatGradRows = 128;
   static constexpr index_t kFlatGradTokens = 128;
@@ -104,14 +105,14 @@ struct Blocking {
   // Rows of one product of a base weight's gradient from so many tokens.
   template <class Kernel>
   static constexpr index_t grad_rows(index_t tokens) {
-    return MultipliesStrips<Kernel> && tokens <= kFlatGradTokens ? kFlatGradRows : kGradRows;
+    return MultipliesStrips<Kernel> && flat_grad<Kernel>(tokens) ? kFlatGradRows : kGradRows;
   }
   // Columns of the tasks of such gradients, [rows, cols] of each expert.
   template <class Kernel>
   index_t grad_cols(index_t tokens, index_t rows, index_t cols, const Load& load) const {
     if constexpr (!MultipliesStrips<Kernel> && !AddsToC<Kernel>) return resident_cols<Kernel>(tokens);
     const index_t tall = load.experts * ceil_div(rows, kGradRowsPerTask);
-    index_t wide = tokens <= kFlatGradTokens ? kMaxStripCols : kGradStripCols;
+    index_t wide = flat_grad<Kernel>(tokens) ? kMaxStripCols : kGradStripCols;
     while (wide > kMaxCols && tall * ceil_div(cols, wide) < kTasksPerThread * index_t{load.threads}) wide /= 2;
     return wide;
   }
@@ -137,6 +138,11 @@ struct Blocking {
   }
 
  private:
+  template <class Kernel>
+  static constexpr bool flat_grad(index_t tokens) {
+    return MakesRowsAhead<Kernel> || tokens <= kFlatGradTokens;
+  }
+
   template <class Kernel>
   static constexpr bool whole_rows(index_t k, index_t rows) {
     if constexpr (SumsInPlace<Kernel>) return k >= kManyRows && Kernel::Microkernel::in_place(k, rows);

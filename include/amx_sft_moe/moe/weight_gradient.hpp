@@ -108,6 +108,19 @@ void backward_down_weight(Step<Kernel>& step, const BackwardRows<Kernel>& rows, 
                           {grads.accumulate, grads.scale});
 }
 
+// [rows, cols] of x, gathered. Where strips are made ahead of their products they are copied first, to the scratch until
+// the next call: what comes next is not where the tokens of an expert lie, but behind what is here.
+template <class Kernel>
+gemm::AnyRows adjacent_columns(Worker<Kernel>& worker, const gemm::AnyRows& x, index_t rows, index_t cols) {
+  if (!gemm::MakesRowsAhead<Kernel> || rows < arch::kAheadDepth) return x;
+  using E = typename Kernel::Compute;
+  const index_t stride = spread_row_stride<E>(cols);
+  E* staged = worker.gemm.scratch.rows.template as<E>(rows * stride);
+  x.visit(
+      [&](const auto& source) { Kernel::Rows::template stage<E>(source, rows, cols, cols, staged, stride); });
+  return arch::RowSource<E>{staged, stride, 1, nullptr};
+}
+
 // A rectangle of grad_W = grad^T x of gate or up.
 template <class Kernel>
 void backward_gate_up_weight(Step<Kernel>& step, Worker<Kernel>& worker, const Task& task,
@@ -115,7 +128,9 @@ void backward_gate_up_weight(Step<Kernel>& step, Worker<Kernel>& worker, const T
                              const AnyExpertTensor& grad_weight, const Gradients& grads) {
   const ExpertRows& expert = *task.expert;
   const auto inputs = gemm::AnyRows(x).gathered(step.work.routing.token_of_row() + expert.row_begin);
-  const auto columns = [&](index_t row, index_t) { return inputs.from(row, task.col); };
+  const auto columns = [&](index_t row, index_t count) {
+    return adjacent_columns(worker, inputs.from(row, task.col), count, task.cols);
+  };
   weight_gradient<Kernel>(worker, task, {rows_of(grad, expert, 0), nullptr}, columns,
                           grad_weight[expert.expert], {grads.accumulate, grads.scale});
 }
