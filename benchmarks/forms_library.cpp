@@ -3,6 +3,7 @@
 #include <cstdint>
 
 #include "amx_sft_moe/amx_sft_moe.hpp"
+#include "random_data.hpp"
 
 #ifndef BENCH_KERNEL
 #define BENCH_KERNEL amx_sft_moe::kernels::Avx512<amx_sft_moe::bf16>
@@ -19,7 +20,7 @@ constexpr index_t kRank = 16;
 
 struct Threads {
   std::vector<gemm::Scratch> scratch;
-  std::vector<AlignedBuffer<float>> results;
+  std::vector<bench::CallersMemory<float>> results;
 
   Threads(int threads, index_t floats)
       : scratch(static_cast<std::size_t>(threads)), results(static_cast<std::size_t>(threads)) {

@@ -17,7 +17,6 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
 import numpy as np
-import numpy.typing as npt
 import torch
 
 from amx_sft_moe import autograd
@@ -43,6 +42,8 @@ class Layer(Protocol):
 
 _handles: weakref.WeakKeyDictionary[Layer | ExpertWeights, int] = weakref.WeakKeyDictionary()
 _layers: weakref.WeakValueDictionary[int, Layer | ExpertWeights] = weakref.WeakValueDictionary()
+# The weights of a layer's last forward that saved, while anything saved lives: it may be gone itself then.
+_saved_with: weakref.WeakValueDictionary[int, ExpertWeights] = weakref.WeakValueDictionary()
 _next_handle = itertools.count(1)
 
 
@@ -73,6 +74,8 @@ in_graph = torch.compiler.assume_constant_result(handle_of)
 
 def _experts(handle: int, parameters: Sequence[torch.Tensor | None] = ()) -> ExpertWeights:
     layer = _layers.get(handle)
+    if layer is None:
+        layer = _saved_with.get(handle)
     if layer is None:
         raise StateError("compiled graph: expected a layer that it was traced with, got one that is gone")
     experts = layer if isinstance(layer, ExpertWeights) else layer.experts()
@@ -137,22 +140,27 @@ def _forward_saved(
     *parameters: torch.Tensor | None,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     form, inputs = (shared_a, apart, scaling), (x, expert_ids, routing_weights)
-    y, saved_values = autograd.run_forward(_experts(handle, parameters), *form, *inputs, parameters, save=True)
-    return y, None if saved_values is None else _holding(_layers[handle], saved_values)
+    experts = _experts(handle, parameters)
+    y, of_backward = autograd.run_forward(experts, *form, *inputs, parameters, save=True)
+    if of_backward is None:
+        return y, None
+    _saved_with[handle] = experts
+    return y, _holding(experts, of_backward)
 
 
-class _Memory(npt.NDArray[np.generic]):
-    """Saved activations that keep their layer alive: a backward may come after its module is gone."""
+class _Memory(np.ndarray[Any, np.dtype[np.generic]]):
+    """Saved activations that keep the weights they were made with alive."""
 
-    layer: Layer | ExpertWeights
+    experts: ExpertWeights
 
 
-def _holding(layer: Layer | ExpertWeights, saved: torch.Tensor) -> torch.Tensor:
-    """The same memory, for which a graph needs no reference to the layer."""
-    # NumPy has no bfloat16; of one size, so that no tokens are a view as well.
+def _holding(experts: ExpertWeights, saved: torch.Tensor) -> torch.Tensor:
+    """The same memory: whoever holds it, as a graph does until its backward, holds the weights. A copy, such as
+    hooks for saved tensors make, does not."""
+    # NumPy has no bfloat16, and an empty tensor is viewed only as a type of the same size.
     same_size = torch.int16 if saved.element_size() == 2 else torch.int32
     memory = saved.view(same_size).numpy().view(_Memory)
-    memory.layer = layer
+    memory.experts = experts
     return torch.from_numpy(memory).view(saved.dtype)
 
 

@@ -3,6 +3,8 @@
 
 #include <cstdint>
 #include <fstream>
+#include <limits>
+#include <new>
 #include <sstream>
 #include <string>
 #include <utility>

@@ -277,23 +277,26 @@ def test_one_factor_twice() -> None:
 
 @pytest.mark.parametrize("backend", ["eager", BACKEND])
 @pytest.mark.parametrize("tokens", [12, 0])
-def test_backward_after_the_module_is_gone(backend: str, tokens: int) -> None:
-    """As in eager mode: what a forward returned keeps the layer alive, and nothing else does."""
+@pytest.mark.parametrize("of", ["module", "transformers"])
+def test_backward_after_the_module_is_gone(of: str, tokens: int, backend: str) -> None:
+    """As in eager mode: what a forward saved keeps the weights alive, and nothing else does."""
     layer = make_layer(Sizes(tokens=tokens), dtype=torch.float32)
     x = layer.x.requires_grad_()
     inputs = x, layer.expert_ids, layer.routing_weights
-    module = module_of(layer)
+    module: nn.Module = module_of(layer) if of == "module" else experts_of("qwen3_moe")
     (expected,) = torch.autograd.grad(module(*inputs).sum(), x)
-    alive = weakref.ref(module)
     y = torch.compile(module, backend=backend)(*inputs)
+    module.last_output = y  # so that it reaches its own graph
+    alive = weakref.ref(module)
+    weights = [weakref.ref(weight) for weight in module.parameters()]
     del module
     gc.collect()
-    assert alive() is not None
+    assert alive() is None
     (found,) = torch.autograd.grad(y.sum(), x)
     assert torch.equal(found, expected)
     del y
     gc.collect()
-    assert alive() is None
+    assert not any(weight() is not None for weight in weights)
 
 
 @pytest.mark.parametrize("backend", ["eager", BACKEND])

@@ -2,7 +2,7 @@
 // contents; a buffer never shrinks by itself, so a steady-state step allocates nothing.
 //
 // One of 2 MiB and more begins on a huge page and asks the system for such pages: a step passes over its workspace row
-// by row, and with pages of 4 KiB finding their addresses is a twentieth of it (benchmarks/LOG.md, "Huge pages of the
+// by row, and finding the addresses of pages of 4 KiB is a hundredth of it (benchmarks/LOG.md, "Huge pages of the
 // workspace").
 #pragma once
 

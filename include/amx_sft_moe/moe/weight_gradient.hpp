@@ -38,17 +38,30 @@ void add_weight_tasks(Step<Kernel>& step, int kind, const ExpertRows& expert, in
   }
 }
 
+// Columns of an expert's x or h that a gradient is made from: rows [0, depth), zeros behind the expert's.
+struct GradientInput {
+  gemm::AnyRows rows;
+  index_t depth;
+};
+
+// Room for [rows, cols] in the scratch, until the next call, and with strips for rows of zeros up to their unit of K.
+template <class Kernel, class E>
+MatrixView<E> adjacent_rows(Worker<Kernel>& worker, index_t rows, index_t cols) {
+  const index_t depth = gemm::MultipliesStrips<Kernel> ? round_up(rows, Kernel::Microkernel::kKUnit) : rows;
+  MatrixView<E> adjacent{nullptr, depth, cols, spread_row_stride<E>(cols)};
+  adjacent.data = worker.gemm.scratch.rows.template as<E>(depth * adjacent.row_stride);
+  for (index_t i = rows; i < depth; ++i) std::fill_n(adjacent.row(i), cols, from_float<E>(0.0F));
+  return adjacent;
+}
+
 // Columns [col, col + cols) of h = act(g, u) for rows [row, row + rows) of an expert, made again: h was not kept.
-// In the scratch, until the next call.
 template <class Kernel>
-MatrixView<typename Kernel::Stored> activation_columns(Step<Kernel>& step, Worker<Kernel>& worker,
-                                                       const ExpertRows& expert, index_t row, index_t rows,
-                                                       index_t col, index_t cols) {
+GradientInput activation_columns(Step<Kernel>& step, Worker<Kernel>& worker, const ExpertRows& expert,
+                                 index_t row, index_t rows, index_t col, index_t cols) {
   using Stored = typename Kernel::Stored;
   const MatrixView<Stored> gate = rows_of(step.saved.gate, expert, row);
   const MatrixView<Stored> up = rows_of(step.saved.up, expert, row);
-  MatrixView<Stored> h{nullptr, rows, cols, spread_row_stride<Stored>(cols)};
-  h.data = worker.gemm.scratch.rows.template as<Stored>(rows * h.row_stride);
+  const MatrixView<Stored> h = adjacent_rows<Kernel, Stored>(worker, rows, cols);
   std::visit(
       [&](const auto& activation) {
         for (index_t i = 0; i < rows; ++i) {
@@ -56,7 +69,20 @@ MatrixView<typename Kernel::Stored> activation_columns(Step<Kernel>& step, Worke
         }
       },
       step.activation);
-  return h;
+  return {h, h.rows};
+}
+
+// [rows, cols] of x, gathered. Where strips are made ahead of their products they are copied first: what comes next is not
+// where the tokens of an expert lie, but behind what is here.
+template <class Kernel>
+GradientInput adjacent_columns(Worker<Kernel>& worker, const gemm::AnyRows& x, index_t rows, index_t cols) {
+  using E = typename Kernel::Compute;
+  if (!gemm::MakesRowsAhead<Kernel> || rows < arch::kAheadDepth) return {x, rows};
+  const MatrixView<E> adjacent = adjacent_rows<Kernel, E>(worker, rows, cols);
+  x.visit([&](const auto& source) {
+    Kernel::Rows::template stage<E>(source, rows, cols, cols, adjacent.data, adjacent.row_stride);
+  });
+  return {adjacent, adjacent.rows};
 }
 
 // The task's rectangle of `grad` = factor^T x input; input(row, rows) gives the columns [task.col, task.col +
@@ -77,7 +103,8 @@ void weight_gradient(Worker<Kernel>& worker, const Task& task, const gemm::Facto
   }
   for (index_t first = 0; first < tokens; first += kChunk) {
     const index_t here = std::min(kChunk, tokens - first);
-    const auto panels = gemm::pack_tokens<Kernel>(worker.gemm, input(first, here), here, task.cols);
+    const GradientInput columns = input(first, here);
+    const auto panels = gemm::pack_tokens<Kernel>(worker.gemm, columns.rows, here, columns.depth, task.cols);
     for (index_t row = 0; row < task.rows; row += row_step) {
       const index_t rows = std::min(row_step, task.rows - row);
       const float* weights = factor.weights == nullptr ? nullptr : factor.weights + first;
@@ -106,19 +133,6 @@ void backward_down_weight(Step<Kernel>& step, const BackwardRows<Kernel>& rows, 
   };
   weight_gradient<Kernel>(worker, task, factor, h, grads.weights.down[expert.expert],
                           {grads.accumulate, grads.scale});
-}
-
-// [rows, cols] of x, gathered. Where strips are made ahead of their products they are copied first, to the scratch until
-// the next call: what comes next is not where the tokens of an expert lie, but behind what is here.
-template <class Kernel>
-gemm::AnyRows adjacent_columns(Worker<Kernel>& worker, const gemm::AnyRows& x, index_t rows, index_t cols) {
-  if (!gemm::MakesRowsAhead<Kernel> || rows < arch::kAheadDepth) return x;
-  using E = typename Kernel::Compute;
-  const index_t stride = spread_row_stride<E>(cols);
-  E* staged = worker.gemm.scratch.rows.template as<E>(rows * stride);
-  x.visit(
-      [&](const auto& source) { Kernel::Rows::template stage<E>(source, rows, cols, cols, staged, stride); });
-  return arch::RowSource<E>{staged, stride, 1, nullptr};
 }
 
 // A rectangle of grad_W = grad^T x of gate or up.

@@ -104,7 +104,7 @@ struct Avx512Rows {
   static constexpr index_t kTogether = 64;
 
   // Transposes bf16 as they are, two along K in a lane (k_padded is even, as all units of K of bf16 are): 32 steps of K by
-  // 32 rows of the result at a time, a sixth of the operations that they take in fp32.
+  // 32 rows of the result at a time, less than a quarter of the operations that they take in fp32.
   AMX_SFT_MOE_TARGET_AVX512 static void transpose_pairs(const RowSource<bf16>& src, index_t rows, index_t k,
                                                         index_t k_padded, bf16* dst, index_t dst_stride) {
     for (index_t kk = 0; kk < k_padded; kk += 32) {
