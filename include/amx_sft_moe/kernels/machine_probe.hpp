@@ -63,6 +63,7 @@ constexpr index_t least_bytes(int threads) {
   return threads * kPartsPerThread * kPartFloats * 4;
 }
 
+// Read from huge pages where there are such (AlignedBuffer): what the memory gives, in whatever pages weights lie.
 inline double bandwidth_of(int threads, index_t bytes) {
   const index_t parts = threads * kPartsPerThread;
   const index_t per_part = bytes / 4 / parts / kPartFloats * kPartFloats;
