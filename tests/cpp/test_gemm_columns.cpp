@@ -64,9 +64,13 @@ class GemmColumns : public testing::Test {
     });
   }
 
-  // A^T B: the first e.rows columns of e.k rows of A's memory, e.cols columns of B's.
+  // A^T B: the first e.rows columns of e.k rows of A's memory, in memory that is NaN beside and behind them; e.cols
+  // columns of B's.
   std::vector<float> tn(const Extents& e, const gemm::AnyRows& rows_of_b) {
-    const arch::RowSource<W> factor{a_.data(), kMostK, 1, nullptr};
+    const index_t stride = e.rows + 3;
+    std::vector<W> copy(static_cast<std::size_t>((e.k + 1) * stride), from_float<W>(std::nanf("")));
+    for (index_t t = 0; t < e.k; ++t) std::copy_n(a_.data() + t * kMostK, e.rows, copy.data() + t * stride);
+    const arch::RowSource<W> factor{copy.data(), stride, 1, nullptr};
     return result(e.rows, e.cols, [&](auto& thread, auto&& epilogue) {
       const auto b = gemm::pack_tokens<Kernel>(thread, rows_of_b, e.k, e.cols);
       gemm::gemm_tn<Kernel>(thread, e.rows, std::array<gemm::Factor, 1>{{{factor, nullptr}}}, b, epilogue);

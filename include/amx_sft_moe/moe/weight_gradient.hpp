@@ -12,6 +12,8 @@
 // a fixed length: a task's memory has a bound, and neither threads nor caches change a bit.
 #pragma once
 
+#include <algorithm>
+
 #include "amx_sft_moe/moe/backward_rows.hpp"
 #include "amx_sft_moe/moe/gradients.hpp"
 #include "amx_sft_moe/moe/step.hpp"
