@@ -20,4 +20,38 @@ TEST(Pace, UnitsAreSpreadEvenlyAndAllAreDueInTheEnd) {
   }
 }
 
+arch::BytesAhead ten_rows(std::uintptr_t later) {
+  return {5000, later, 100, 10, 128};
+}
+
+TEST(LeadingRows, EachRowIsAskedForSoManyRowsBeforeItsTurnAndOnce) {
+  for (index_t lead = 1; lead < 10; ++lead) {
+    arch::LeadingRows rows(ten_rows(9000), lead);
+    for (index_t turn = 0; turn < 10; ++turn, rows.next()) {
+      const index_t row = turn + lead;
+      ASSERT_EQ(row < 10 ? 5000 + 100 * row : 9000 + 100 * (row - 10), static_cast<index_t>(rows.row()))
+          << "lead " << lead << ", turn " << turn;
+    }
+  }
+}
+
+TEST(LeadingRows, LeadsOfAStripOrMoreAskForTheStripAfterIt) {
+  for (const index_t lead : {10, 11, 1000}) {
+    arch::LeadingRows rows(ten_rows(9000), lead);
+    for (index_t turn = 0; turn < 10; ++turn, rows.next()) {
+      ASSERT_EQ(9000 + 100 * turn, static_cast<index_t>(rows.row())) << "lead " << lead;
+    }
+  }
+}
+
+TEST(LeadingRows, NothingIsAskedForBehindTheLastStrip) {
+  for (const index_t lead : {1, 3, 9, 10}) {
+    arch::LeadingRows rows(ten_rows(0), lead);
+    for (index_t row = lead; row < 10; ++row, rows.next()) {
+      ASSERT_EQ(5000 + 100 * row, static_cast<index_t>(rows.row()));
+    }
+    for (index_t turn = 0; turn < lead; ++turn, rows.next()) ASSERT_EQ(0U, rows.row()) << "lead " << lead;
+  }
+}
+
 }  // namespace

@@ -25,6 +25,11 @@ inline constexpr index_t kStripDepth = kStripBytes / kStripCols / index_t{sizeof
 // From here on a strip of bf16 is made while the one before is multiplied. Products of shallower ones (few tokens of
 // gemm_tn, LoRA's terms) are over before memory that was asked for one strip ahead has come.
 inline constexpr index_t kAheadDepth = 64;
+// How many rows before it is read a row of B is asked for, times rows of A. A row's products with 64 columns take rows of
+// A x 0.55 ns at 230 GFLOP/s, so memory has 1.1 us, three times what it takes under load. At least so many rows
+// (benchmarks/LOG.md, "Rows asked for later").
+inline constexpr index_t kLeadProducts = 2048;
+inline constexpr index_t kLeastLead = 8;
 
 // Products in place (arch/in_place.hpp). They are as fast as memory delivers, so it is asked twice. Far ahead into L2: a
 // core waits for some ten to sixteen lines at a time on their way to L1, for 48 on their way to L2. Then near, into L1.

@@ -40,6 +40,11 @@ class Pace {
   index_t credit_ = 0;
 };
 
+inline constexpr index_t kLineBytes = 64, kLinePairBytes = 2 * kLineBytes;
+constexpr index_t line_pairs(index_t bytes) {
+  return ceil_div(bytes, kLinePairBytes);
+}
+
 // Asks for that memory evenly over the turns of a product, each of some steps along K. A burst would fill the line fill
 // buffers, and the product's own loads would wait for one: so not rows, but pairs of cache lines, which hardware fetches
 // together anyway.
@@ -48,17 +53,15 @@ class PacedPrefetch {
   explicit PacedPrefetch(const BytesAhead& ahead) : ahead_(ahead) {}
 
   // Before the first of so many turns.
-  void spread(index_t turns) { pace_ = Pace(ahead_.rows * ceil_div(ahead_.row_bytes, kPairBytes), turns); }
+  void spread(index_t turns) { pace_ = Pace(ahead_.rows * line_pairs(ahead_.row_bytes), turns); }
 
   AMX_SFT_MOE_INLINE void turn() {
     for (index_t due = pace_.turn(); due > 0; --due) ask();
   }
 
  private:
-  static constexpr index_t kLineBytes = 64, kPairBytes = 2 * kLineBytes;
-
   AMX_SFT_MOE_INLINE void ask() {
-    const index_t end = std::min(done_ + kPairBytes, ahead_.row_bytes);
+    const index_t end = std::min(done_ + kLinePairBytes, ahead_.row_bytes);
     for (; done_ < end; done_ += kLineBytes) {
       // NOLINTBEGIN(performance-no-int-to-ptr): nothing is read through them
       if (ahead_.next != 0) __builtin_prefetch(reinterpret_cast<const char*>(ahead_.next) + done_, 0, 3);
@@ -73,6 +76,61 @@ class PacedPrefetch {
   }
 
   BytesAhead ahead_;
+  Pace pace_;
+  index_t done_ = 0;  // bytes of this row
+};
+
+// The rows to be asked for while the next strip is made of its rows [0, rows): each `lead` rows before its turn, those of
+// the strip after it behind the last.
+class LeadingRows {
+ public:
+  LeadingRows(const BytesAhead& ahead, index_t lead)
+      : row_(ahead.later), later_(ahead.later), stride_(ahead.stride), left_(ahead.rows) {
+    if (lead >= ahead.rows) return;
+    row_ = ahead.next + static_cast<std::uintptr_t>(lead * stride_);
+    left_ -= lead;
+  }
+
+  std::uintptr_t row() const { return row_; }  // 0: none is left
+  AMX_SFT_MOE_INLINE void next() {
+    if (row_ != 0) row_ = --left_ == 0 ? later_ : row_ + static_cast<std::uintptr_t>(stride_);
+  }
+
+ private:
+  std::uintptr_t row_, later_;
+  index_t stride_;
+  index_t left_;  // until `later` follows
+};
+
+// Asks for them, into L2, evenly over the turns. The shorter the lead, the fewer lines wait to be read: rows 4 KiB apart
+// share few places of L2, and push out one another.
+class LeadingPrefetch {
+ public:
+  LeadingPrefetch(const BytesAhead& ahead, index_t lead)
+      : rows_(ahead, lead), units_(ahead.rows * line_pairs(ahead.row_bytes)), row_bytes_(ahead.row_bytes) {}
+
+  // Before the first of so many turns.
+  void spread(index_t turns) { pace_ = Pace(units_, turns); }
+
+  AMX_SFT_MOE_INLINE void turn() {
+    for (index_t due = pace_.turn(); due > 0; --due) ask();
+  }
+
+ private:
+  AMX_SFT_MOE_INLINE void ask() {
+    if (rows_.row() == 0) return;
+    const index_t end = std::min(done_ + kLinePairBytes, row_bytes_);
+    for (; done_ < end; done_ += kLineBytes) {
+      // NOLINTNEXTLINE(performance-no-int-to-ptr): nothing is read through it
+      __builtin_prefetch(reinterpret_cast<const char*>(rows_.row()) + done_, 0, 2);
+    }
+    if (done_ < row_bytes_) return;
+    done_ = 0;
+    rows_.next();
+  }
+
+  LeadingRows rows_;
+  index_t units_, row_bytes_;
   Pace pace_;
   index_t done_ = 0;  // bytes of this row
 };

@@ -5,6 +5,8 @@
 // What an instruction set adds is how one unit is made (avx512/strip_ahead.hpp): in turn(), as often as due() says.
 #pragma once
 
+#include <algorithm>
+
 #include "amx_sft_moe/arch/blocking.hpp"
 #include "amx_sft_moe/arch/operands.hpp"
 #include "amx_sft_moe/arch/paced_prefetch.hpp"
@@ -21,12 +23,8 @@ class StripAhead {
   }
 
  protected:
-  StripAhead(const BytesAhead& ahead, index_t units, bf16* strip)
-      : asked_({0, ahead.later, ahead.stride, ahead.rows, ahead.row_bytes}),
-        units_(units),
-        from_(ahead.next),
-        stride_(ahead.stride),
-        out_(strip) {}
+  StripAhead(const BytesAhead& ahead, index_t lead, index_t units, bf16* strip)
+      : asked_(ahead, lead), units_(units), from_(ahead.next), stride_(ahead.stride), out_(strip) {}
 
   AMX_SFT_MOE_INLINE index_t due() {
     asked_.turn();
@@ -45,7 +43,7 @@ class StripAhead {
   }
 
  private:
-  PacedPrefetch asked_;
+  LeadingPrefetch asked_;
   Pace paced_;
   index_t units_;
   std::uintptr_t from_;  // a number: after the last unit it is that of nothing
@@ -60,7 +58,9 @@ class RowsAhead : public StripAhead {
     return ahead.next != 0 && ahead.row_bytes == kStripCols * index_t{sizeof(bf16)} &&
            ahead.rows >= kAheadDepth && ahead.rows % kPairing<bf16> == 0;
   }
-  RowsAhead(const BytesAhead& ahead, bf16* strip) : StripAhead(ahead, ahead.rows / kPairing<bf16>, strip) {}
+  // For a product of `rows` rows of A.
+  RowsAhead(const BytesAhead& ahead, index_t rows, bf16* strip)
+      : StripAhead(ahead, std::max(kLeadProducts / rows, kLeastLead), ahead.rows / kPairing<bf16>, strip) {}
 
  protected:
   AMX_SFT_MOE_INLINE void next_unit() { move(kPairing<bf16>, 0, kPairing<bf16> * kStripCols); }
@@ -73,8 +73,9 @@ class ColumnsAhead : public StripAhead {
     return ahead.next != 0 && ahead.rows == kStripCols &&
            ahead.row_bytes >= kAheadDepth * index_t{sizeof(bf16)} && ahead.row_bytes % kUnitBytes == 0;
   }
-  ColumnsAhead(const BytesAhead& ahead, bf16* strip)
-      : StripAhead(ahead, kStripCols / kUnitRows * (ahead.row_bytes / kUnitBytes), strip),
+  // Its rows are long, and each is read over an eighth of the turns: they are asked for one strip ahead.
+  ColumnsAhead(const BytesAhead& ahead, index_t /*rows*/, bf16* strip)
+      : StripAhead(ahead, ahead.rows, kStripCols / kUnitRows * (ahead.row_bytes / kUnitBytes), strip),
         along_k_(ahead.row_bytes / kUnitBytes),
         left_(along_k_) {}
 

@@ -134,7 +134,7 @@ class Strips {
     if constexpr (!std::is_void_v<Ahead>) {
       if (cols == arch::kStripCols && Ahead::fits(ahead)) {
         next_from_ = ahead.next;
-        return Micro::multiply(a, a_stride, rows, strip_, padded, cols, c, Ahead(ahead, next_));
+        return Micro::multiply(a, a_stride, rows, strip_, padded, cols, c, Ahead(ahead, rows, next_));
       }
     }
     Micro::multiply(a, a_stride, rows, strip_, padded, cols, c, arch::PacedPrefetch(ahead));
