@@ -141,7 +141,14 @@ bool leaves_enough(index_t rows, index_t tokens, index_t out, const gemm::Load& 
   return load.experts * ceil_div(out, rows) >= tasks && share <= 1.0 / static_cast<double>(tasks) * (1 + 1e-12);
 }
 
-// As wide as that allows, in whole strips. An expert may have as many tokens as all, or four times its share.
+// Whether such a task is more than half of a thread's share of the region.
+bool keeps_others_waiting(index_t rows, index_t tokens, index_t out, const gemm::Load& load) {
+  const auto task = static_cast<double>(tokens) * static_cast<double>(std::min(rows, out));
+  const auto share = static_cast<double>(load.rows) * static_cast<double>(out) / load.threads;
+  return load.threads > 1 && task > 0.5 * share * (1 + 1e-12);
+}
+
+// As wide as that allows, in whole strips; narrower than otherwise where the other threads would wait for a task. An expert may have as many tokens as all, or four times its share.
 TEST(Blocking, TasksOfGemmNtAreAsWideAsEveryThreadHasEnoughOf) {
   using Kernel = kernels::Portable<bf16>;
   constexpr index_t kLeast = gemm::Blocking::kOutRows<Kernel>;
@@ -157,8 +164,10 @@ TEST(Blocking, TasksOfGemmNtAreAsWideAsEveryThreadHasEnoughOf) {
           SCOPED_TRACE(testing::Message() << experts << " experts, " << threads << " threads, " << tokens
                                           << " tokens, out " << out << ": " << rows);
           EXPECT_EQ(0, rows % arch::kStripCols);
-          EXPECT_TRUE(rows == kLeast || leaves_enough(rows, tokens, out, load));
+          EXPECT_TRUE(rows <= kLeast || leaves_enough(rows, tokens, out, load));
           EXPECT_TRUE(rows == kMost || !leaves_enough(2 * rows, tokens, out, load));
+          EXPECT_TRUE(rows >= kLeast || keeps_others_waiting(2 * rows, tokens, out, load));
+          EXPECT_TRUE(rows == arch::kStripCols || !keeps_others_waiting(rows, tokens, out, load));
           (rows > kLeast ? wide : narrow) += 1;
         }
       }
@@ -166,6 +175,19 @@ TEST(Blocking, TasksOfGemmNtAreAsWideAsEveryThreadHasEnoughOf) {
   }
   EXPECT_GT(wide, 20);
   EXPECT_GT(narrow, 20);
+}
+
+// Routing that gives one expert a ninth of all tokens, on 60 threads: with 256 columns each of its tasks took longer than a
+// thread's share of all others (benchmarks/LOG.md, "Zipf routing on 60 threads").
+TEST(Blocking, TasksOfGemmNnOfAnExpertWithManyTokensAreNarrow) {
+  const gemm::Blocking blocking;
+  const auto cols = [&](index_t tokens, int threads) {
+    return blocking.nn_cols<kernels::Portable<bf16>>(2048, tokens, 768, {128, 1024, threads});
+  };
+  EXPECT_EQ(256, cols(16, 60));
+  EXPECT_EQ(128, cols(48, 60));
+  EXPECT_EQ(64, cols(112, 60));
+  EXPECT_EQ(256, cols(112, 2));
 }
 
 }  // namespace

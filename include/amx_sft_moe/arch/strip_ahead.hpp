@@ -1,6 +1,6 @@
 // The strip that is next, made while this one is multiplied: between the products of a register tile, whose arithmetic
 // leaves the units for loads, permutations and stores idle. Made before its own products instead, a strip takes a tenth of
-// their time at 32 rows. The memory of the strip after it is asked for meanwhile.
+// their time at 32 rows. The memory that it and the strip after it are made from is asked for meanwhile.
 //
 // What an instruction set adds is how one unit is made (avx512/strip_ahead.hpp): in turn(), as often as due() says.
 #pragma once

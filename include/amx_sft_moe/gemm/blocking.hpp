@@ -6,6 +6,7 @@
 
 #include <algorithm>
 
+#include "amx_sft_moe/arch/blocking.hpp"
 #include "amx_sft_moe/gemm/tokens.hpp"
 
 AMX_SFT_MOE_NAMESPACE_BEGIN
@@ -155,7 +156,7 @@ struct Blocking {
   };
   // Columns of a task: `most`, halved until what it keeps stays in L2 and each thread has tasks to choose from, none of
   // them more than its share of all tokens' products (experts have as many tokens as routing gives them), or down to
-  // about `least`.
+  // about `least`; less for experts that would keep the other threads waiting.
   index_t shared(index_t most, index_t least, const Product& of, const Load& load) const {
     const index_t tasks = kTasksPerThread * index_t{load.threads};
     const auto fits = [&](index_t wide) {
@@ -165,6 +166,13 @@ struct Blocking {
     };
     index_t wide = most;
     while (wide > least && !fits(wide)) wide /= 2;
+    // Of an expert with so many tokens that a task of it is more than half of a thread's share, the others would wait for
+    // its last one: narrower, down to one strip.
+    const auto too_much = [&] {
+      const index_t all = load.rows * of.cols;
+      return load.threads > 1 && 2 * of.tokens * std::min(wide, of.cols) * load.threads > all;
+    };
+    while (wide % (2 * arch::kStripCols) == 0 && too_much()) wide /= 2;
     return wide;
   }
 
