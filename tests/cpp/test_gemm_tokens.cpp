@@ -148,7 +148,8 @@ bool keeps_others_waiting(index_t rows, index_t tokens, index_t out, const gemm:
   return load.threads > 1 && task > 0.5 * share * (1 + 1e-12);
 }
 
-// As wide as that allows, in whole strips; narrower than otherwise where the other threads would wait for a task. An expert may have as many tokens as all, or four times its share.
+// As wide as that allows, in whole strips; narrower than otherwise where the other threads would wait for a task. An expert
+// may have as many tokens as all, or four times its share.
 TEST(Blocking, TasksOfGemmNtAreAsWideAsEveryThreadHasEnoughOf) {
   using Kernel = kernels::Portable<bf16>;
   constexpr index_t kLeast = gemm::Blocking::kOutRows<Kernel>;

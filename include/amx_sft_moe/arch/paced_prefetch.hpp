@@ -14,7 +14,7 @@ namespace arch {
 // behind a matrix's last row.
 struct BytesAhead {
   std::uintptr_t next =
-      0;  // of the strip that is next, all of it there; asked for into L1, or read. 0: there is none
+      0;  // of the strip that is next, all of it there; asked for into L1, or read. 0: there is none, nor rows
   std::uintptr_t later = 0;  // of one after it, into L2; 0: not asked for
   index_t stride = 0;
   index_t rows = 0;
@@ -64,14 +64,14 @@ class PacedPrefetch {
     const index_t end = std::min(done_ + kLinePairBytes, ahead_.row_bytes);
     for (; done_ < end; done_ += kLineBytes) {
       // NOLINTBEGIN(performance-no-int-to-ptr): nothing is read through them
-      if (ahead_.next != 0) __builtin_prefetch(reinterpret_cast<const char*>(ahead_.next) + done_, 0, 3);
+      __builtin_prefetch(reinterpret_cast<const char*>(ahead_.next) + done_, 0, 3);
       if (ahead_.later != 0) __builtin_prefetch(reinterpret_cast<const char*>(ahead_.later) + done_, 0, 2);
       // NOLINTEND(performance-no-int-to-ptr)
     }
     if (done_ < ahead_.row_bytes) return;
     done_ = 0;
     const auto stride = static_cast<std::uintptr_t>(ahead_.stride);
-    if (ahead_.next != 0) ahead_.next += stride;
+    ahead_.next += stride;
     if (ahead_.later != 0) ahead_.later += stride;
   }
 
