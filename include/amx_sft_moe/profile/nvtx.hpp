@@ -2,6 +2,7 @@
 // AMX_SFT_MOE_NO_NVTX, nothing is left of them. With no tool attached a range costs some 0.03 us.
 #pragma once
 
+#include <optional>
 #include <utility>
 
 #include "amx_sft_moe/profile/phases.hpp"
@@ -44,7 +45,8 @@ inline const RegisteredString& registered(PhaseGroup group) {
 }
 
 // One range at a time on the thread that owns it; open() closes what was open, the destructor too, so that
-// ranges stay balanced when an exception passes.
+// ranges stay balanced when an exception passes. By scoped_range_in, which every release of nvtx3.hpp has; functions that
+// push and pop came with 1.1.
 class Range {
  public:
   Range() = default;
@@ -52,29 +54,22 @@ class Range {
   explicit Range(Name name) {
     open(name);
   }
-  Range(const Range&) = delete;
-  Range& operator=(const Range&) = delete;
-  ~Range() { close(); }
 
   template <class Name>
   void open(Name name) {
-    push(::nvtx3::v1::event_attributes{registered(name)});
+    emplace(registered(name));
   }
   // A driver's own range, such as forward_only around the passes that it times.
-  void open(const char* name) { push(::nvtx3::v1::event_attributes{name}); }
-  void close() {
-    if (open_) ::nvtx3::v1::pop_range_in<Domain>();
-    open_ = false;
-  }
+  void open(const char* name) { emplace(name); }
+  void close() { range_.reset(); }
 
  private:
-  void push(const ::nvtx3::v1::event_attributes& attributes) {
+  void emplace(const auto& name) {
     close();
-    ::nvtx3::v1::push_range_in<Domain>(attributes);
-    open_ = true;
+    range_.emplace(::nvtx3::v1::event_attributes{name});
   }
 
-  bool open_ = false;
+  std::optional<::nvtx3::v1::scoped_range_in<Domain>> range_;
 };
 
 #else
