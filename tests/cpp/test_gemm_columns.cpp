@@ -87,8 +87,8 @@ class GemmColumns : public testing::Test {
     }
   }
 
-  static constexpr index_t kMostRows = 530, kMostK = 530;
-  static constexpr index_t kMostOfB = 240 * 2053;  // more than 40 x 6203 and 530 x 203
+  static constexpr index_t kMostRows = 2128, kMostK = 2128;
+  static constexpr index_t kMostOfB = 2128 * 267;  // more than 40 x 6203 and 240 x 2053
   index_t b_stride_ = 0;                           // of the product at hand
   AlignedBuffer<W> a_, b_;
   gemm::Scratch scratch_;
@@ -113,6 +113,8 @@ std::vector<Extents> all_extents(std::initializer_list<index_t> deep) {
       for (const index_t cols : {97, 128, 200}) all.push_back({rows, k, cols});
     }
   }
+  // Strips of every depth that there is, each deeper than those of the column before.
+  all.push_back({13, 2128, 264});
   // Wider than what of C stays in L1: by a few columns for one row, many times for eight.
   for (const index_t rows : {1, 8, 9}) all.push_back({rows, 35, 6200});
   return all;
@@ -142,8 +144,8 @@ TYPED_TEST(GemmColumns, TnIsExact) {
   }
 }
 
-// Several whole strips, of 256 steps along K and fewer.
-constexpr Extents kSeveralStrips[] = {{13, 129, 200}, {13, 356, 128}, {49, 530, 200}};
+// Several whole strips, one along K and more.
+constexpr Extents kSeveralStrips[] = {{13, 129, 200}, {13, 356, 128}, {49, 530, 200}, {13, 1100, 128}};
 
 // B's rows as an index has them, here from the last to the first: an expert's tokens.
 TYPED_TEST(GemmColumns, RowsOfBMayBeGathered) {

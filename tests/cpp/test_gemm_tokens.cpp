@@ -15,7 +15,7 @@ namespace {
 
 using namespace amx_sft_moe;  // NOLINT(google-build-using-namespace)
 
-constexpr index_t kOut = 200;  // whole strips, and a part of one
+constexpr index_t kOut = 264;  // whole strips, and a part of one
 
 template <class Kernel>
 class GemmTokens : public testing::Test {
@@ -66,10 +66,22 @@ class GemmTokens : public testing::Test {
     return static_cast<float>(sum);
   }
 
+  void expect_exact(index_t in, index_t tokens) {
+    const std::vector<float> y = product(in, 0, tokens, tokens);
+    for (index_t t = 0; t < tokens; ++t) {
+      for (index_t o = 0; o < kOut; ++o) {
+        ASSERT_EQ(reference(in, t, o), y[static_cast<std::size_t>(t * kOut + o)])
+            << tokens << " tokens, token " << t << ", output " << o << ", K = " << in;
+      }
+    }
+  }
+
   // One strip that is not full; more than one of whatever depth, and a rest, which is made while the one before is
   // multiplied where that can be (592), or not (531).
   static constexpr std::array<index_t, 3> kIns{77, 531, 592};
-  static constexpr index_t kMostTokens = 70, kMostIn = 592;
+  // Strips of every depth that there is, each deeper than those of the column before.
+  static constexpr index_t kDeepIn = 2128;
+  static constexpr index_t kMostTokens = 70, kMostIn = kDeepIn;
   AlignedBuffer<W> weights_;
   AlignedBuffer<float> x_;
   gemm::Scratch scratch_;
@@ -93,16 +105,12 @@ TYPED_TEST(GemmTokens, ATaskOfFewTokensHasTheBitsOfAll) {
 
 TYPED_TEST(GemmTokens, EveryNumberOfTokensIsExact) {
   for (const index_t in : this->kIns) {
-    for (index_t tokens = 1; tokens <= 70; tokens += tokens < 20 ? 1 : 7) {
-      const std::vector<float> y = this->product(in, 0, tokens, tokens);
-      for (index_t t = 0; t < tokens; ++t) {
-        for (index_t o = 0; o < kOut; ++o) {
-          ASSERT_EQ(this->reference(in, t, o), y[static_cast<std::size_t>(t * kOut + o)])
-              << tokens << " tokens, token " << t << ", output " << o << ", K = " << in;
-        }
-      }
-    }
+    for (index_t tokens = 1; tokens <= 70; tokens += tokens < 20 ? 1 : 7) this->expect_exact(in, tokens);
   }
+}
+
+TYPED_TEST(GemmTokens, DeepStripsAreExact) {
+  for (const index_t tokens : {19, 33, 70}) this->expect_exact(this->kDeepIn, tokens);
 }
 
 // W^T in memory.

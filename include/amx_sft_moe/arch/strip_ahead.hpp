@@ -73,14 +73,19 @@ class ColumnsAhead : public StripAhead {
     return ahead.next != 0 && ahead.rows == kStripCols &&
            ahead.row_bytes >= kAheadDepth * index_t{sizeof(bf16)} && ahead.row_bytes % kUnitBytes == 0;
   }
-  // Its rows are long, and each is read over an eighth of the turns: they are asked for one strip ahead.
-  ColumnsAhead(const BytesAhead& ahead, index_t /*rows*/, bf16* strip)
-      : StripAhead(ahead, ahead.rows, kStripCols / kUnitRows * (ahead.row_bytes / kUnitBytes), strip),
+  ColumnsAhead(const BytesAhead& ahead, index_t rows, bf16* strip)
+      : StripAhead(ahead, lead(ahead, rows), kStripCols / kUnitRows * (ahead.row_bytes / kUnitBytes), strip),
         along_k_(ahead.row_bytes / kUnitBytes),
         left_(along_k_) {}
 
  protected:
   static constexpr index_t kUnitRows = 8, kUnitBytes = 32;
+
+  // Its rows are long, and eight of them are read side by side: those eight, and as many more as RowsAhead gives memory time.
+  static index_t lead(const BytesAhead& ahead, index_t rows) {
+    const index_t products = rows * kUnitRows * ahead.row_bytes / index_t{sizeof(bf16)};
+    return kUnitRows * (1 + ceil_div(kLeadProducts * kStripCols, products));
+  }
 
   AMX_SFT_MOE_INLINE void next_unit() {
     constexpr index_t kElements =

@@ -19,6 +19,7 @@
 #include "amx_sft_moe/arch/strips.hpp"
 #include "amx_sft_moe/gemm/operand.hpp"
 #include "amx_sft_moe/gemm/scratch.hpp"
+#include "amx_sft_moe/gemm/strip_walk.hpp"
 #include "amx_sft_moe/gemm/tokens.hpp"
 
 AMX_SFT_MOE_NAMESPACE_BEGIN
@@ -64,35 +65,25 @@ std::uintptr_t place(const arch::RowSource<S>& source, index_t row, index_t col)
          static_cast<std::uintptr_t>((row * source.row_stride + col) * kSize);
 }
 
-struct Extent {
-  index_t rows, cols;
-};
+// Which side of B lies in source's rows: its rows, along K, or its columns.
+enum class SourceRows : std::uint8_t { kAlongK, kColumns };
 
-// How the blocks of a matrix are passed over: one row of blocks after the other, or one column of them.
-enum class Order : std::uint8_t { kRows, kColumns };
-
-// What comes after the block at [row, col] where source's rows and columns [0, all) are passed over block by block: the
-// next two.
-template <class S>
-arch::BytesAhead blocks_ahead(const arch::RowSource<S>& source, const Extent& all, const Extent& block,
-                              index_t row, index_t col, Order order) {
+// What comes after the strip at hand: the next two.
+template <Order kOrder, class S>
+arch::BytesAhead strips_ahead(const arch::RowSource<S>& source, const StripWalk<kOrder>& walk,
+                              SourceRows rows) {
   constexpr index_t kSize = sizeof(S);
   if (source.row_index != nullptr) return {};
-  const auto step = [&] {
-    index_t& inner = order == Order::kRows ? col : row;
-    index_t& outer = order == Order::kRows ? row : col;
-    inner += order == Order::kRows ? block.cols : block.rows;
-    if (inner >= (order == Order::kRows ? all.cols : all.rows)) {
-      inner = 0;
-      outer += order == Order::kRows ? block.rows : block.cols;
-    }
-    return row < all.rows && col < all.cols;
+  const auto place_of = [&](const Strip& strip) {
+    return rows == SourceRows::kAlongK ? place(source, strip.kk, strip.col)
+                                       : place(source, strip.col, strip.kk);
   };
-  if (!step()) return {};
-  arch::BytesAhead ahead{place(source, row, col), 0, source.row_stride * kSize,
-                         std::min(block.rows, all.rows - row), std::min(block.cols, all.cols - col) * kSize};
-  if (step()) ahead.later = place(source, row, col);
-  return ahead;
+  const Strip& next = walk.next();
+  if (next.depth == 0) return {};
+  const auto [count, length] =
+      rows == SourceRows::kAlongK ? std::pair(next.depth, next.cols) : std::pair(next.cols, next.depth);
+  const std::uintptr_t later = walk.later().depth == 0 ? 0 : place_of(walk.later());
+  return {place_of(next), later, source.row_stride * kSize, count, length * kSize};
 }
 
 // What makes a strip from rows, or columns, of S while another is multiplied: of bf16 from bf16, where the kernel has it,
@@ -147,14 +138,17 @@ class Strips {
 };
 
 // C [rows, strip.cols] += A [rows, strip.rows] x the strip that source, rows along K, begins with.
-template <class Kernel, class S>
+template <class Kernel, Order kOrder, class S>
 void multiply_strip_of_rows(Strips<Kernel>& strips, const arch::RowSource<typename Kernel::Compute>& a,
-                            index_t rows, const arch::RowSource<S>& source, const Extent& strip,
-                            const arch::SumRows& c, const arch::BytesAhead& ahead) {
+                            index_t rows, const arch::RowSource<S>& source, const StripWalk<kOrder>& walk,
+                            const arch::SumRows& c) {
   using Micro = typename Kernel::Microkernel;
+  const Strip& strip = walk.here();
+  const auto from = source.from_row(strip.kk).from_column(strip.col);
   strips.template multiply<typename AheadOf<Micro, S>::Rows>(
-      a.data, a.row_stride, rows, place(source, 0, 0), strip.rows, strip.cols, c, ahead,
-      [&](auto* to) { Micro::strip_of_rows(source, strip.rows, strip.cols, to); });
+      a.data, a.row_stride, rows, place(from, 0, 0), strip.depth, strip.cols,
+      c.after(strip.kk).from(0, strip.col), strips_ahead(source, walk, SourceRows::kAlongK),
+      [&](auto* to) { Micro::strip_of_rows(from, strip.depth, strip.cols, to); });
 }
 
 // C [rows, cols] += A [rows, k] x B [k, cols], A used where it lies, strip by strip of columns.
@@ -164,13 +158,8 @@ void multiply_rows_by_columns(Scratch& scratch, const arch::RowSource<typename K
   constexpr index_t kDepth = arch::kStripDepth<typename Kernel::Compute>;
   Strips<Kernel> strips(scratch);
   b.visit([&](const auto& source) {
-    for (index_t j = 0; j < cols; j += arch::kStripCols) {
-      for (index_t kk = 0; kk < k; kk += kDepth) {
-        const Extent strip{std::min(kDepth, k - kk), std::min(arch::kStripCols, cols - j)};
-        multiply_strip_of_rows(
-            strips, a.from_column(kk), rows, source.from_row(kk).from_column(j), strip, c.after(kk).from(0, j),
-            blocks_ahead(source, {k, cols}, {kDepth, arch::kStripCols}, kk, j, Order::kColumns));
-      }
+    for (StripWalk<Order::kAlongK> walk(k, cols, kDepth); !walk.done(); walk.advance()) {
+      multiply_strip_of_rows(strips, a.from_column(walk.here().kk), rows, source, walk, c);
     }
   });
 }
@@ -179,18 +168,16 @@ void multiply_rows_by_columns(Scratch& scratch, const arch::RowSource<typename K
 template <class Kernel>
 void multiply_rows_by_blocks(Scratch& scratch, const AnyRows& a, index_t rows, const AnyRows& b, index_t k,
                              index_t cols, const arch::SumRows& c) {
-  constexpr index_t kDepth = arch::kStripDepth<typename Kernel::Compute>;
+  const index_t depth = strip_depth(k, arch::kStripDepth<typename Kernel::Compute>);
   Strips<Kernel> strips(scratch);
-  for (index_t kk = 0; kk < k; kk += kDepth) {
-    const index_t here = std::min(kDepth, k - kk);
+  for (index_t kk = 0; kk < k; kk += depth) {
+    const index_t here = std::min(depth, k - kk);
     const auto a_block = strip_rows<Kernel>(scratch, a.from(0, kk), rows, here);
     const index_t left = b.col_stride() == 1 ? k - kk : here;  // a copy is of one block
     with_adjacent_rows<Kernel>(scratch, b.from(kk, 0), here, cols, [&](const auto& source) {
-      for (index_t j = 0; j < cols; j += arch::kStripCols) {
-        const Extent strip{here, std::min(arch::kStripCols, cols - j)};
-        multiply_strip_of_rows(
-            strips, a_block, rows, source.from_column(j), strip, c.after(kk).from(0, j),
-            blocks_ahead(source, {left, cols}, {here, arch::kStripCols}, 0, j, Order::kRows));
+      for (StripWalk<Order::kAcross> walk(left, cols, here); !walk.done() && walk.here().kk == 0;
+           walk.advance()) {
+        multiply_strip_of_rows(strips, a_block, rows, source, walk, c.after(kk));
       }
     });
   }
@@ -240,16 +227,13 @@ void multiply_columns(Scratch& scratch, const typename Kernel::Compute* x, index
   }
   Strips<Kernel> strips(scratch);
   with_adjacent_rows<Kernel>(scratch, w, out, k, [&]<class S>(const arch::RowSource<S>& source) {
-    for (index_t i = 0; i < out; i += arch::kStripCols) {
-      const index_t wide = std::min(arch::kStripCols, out - i);
-      for (index_t kk = 0; kk < k; kk += kDepth) {
-        const index_t here = std::min(kDepth, k - kk);
-        strips.template multiply<typename AheadOf<Micro, S>::Columns>(
-            x + kk, x_stride, tokens, place(source, i, kk), here, wide, c.after(kk).from(0, i),
-            blocks_ahead(source, {out, k}, {arch::kStripCols, kDepth}, i, kk, Order::kRows), [&](auto* strip) {
-              Micro::strip_of_columns(source.from_row(i).from_column(kk), wide, here, strip);
-            });
-      }
+    for (StripWalk<Order::kAlongK> walk(k, out, kDepth); !walk.done(); walk.advance()) {
+      const Strip& strip = walk.here();
+      const auto from = source.from_row(strip.col).from_column(strip.kk);
+      strips.template multiply<typename AheadOf<Micro, S>::Columns>(
+          x + strip.kk, x_stride, tokens, place(from, 0, 0), strip.depth, strip.cols,
+          c.after(strip.kk).from(0, strip.col), strips_ahead(source, walk, SourceRows::kColumns),
+          [&](auto* to) { Micro::strip_of_columns(from, strip.cols, strip.depth, to); });
     }
   });
 }
