@@ -190,7 +190,7 @@ bench: $(VENV)/tools
 # What no test of `make test` needs, so that it is not compiled for it.
 bench-builds: $(VENV)/tools
 	$(BIN)/cmake -S . -B $(BUILD) -G Ninja -DAMX_SFT_MOE_NVTX_INCLUDE="$(NVTX_INCLUDE)"
-	$(BIN)/cmake --build $(BUILD) -j $(JOBS) --target bench_gemm bench_step recorder_cost bench_forms
+	$(BIN)/cmake --build $(BUILD) -j $(JOBS) --target bench_gemm bench_step recorder_cost bench_forms_library bench_step_library
 	$(BIN)/ctest --test-dir $(BUILD) -C full -R bench_refusals --output-on-failure --no-tests=error
 
 lint: $(VENV)/tools types

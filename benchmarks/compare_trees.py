@@ -21,7 +21,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import numpy as np
@@ -37,15 +37,15 @@ MEMORY = 1 << 30  # bytes of weights: no cache holds them
 A_TURN = 96 << 20  # bytes of weights that a turn passes over
 
 
-def build(tree: Path, kernel: str, folder: Path) -> ctypes.CDLL:
-    """The forms of a source tree as a library, loaded apart from all others."""
+def build(tree: Path, kernel: str, folder: Path, program: str = "forms_library.cpp") -> ctypes.CDLL:
+    """A program over the headers of a source tree as a library, loaded apart from all others."""
     if not (tree / "include" / "amx_sft_moe").is_dir():
         sys.exit(f"{tree}: no include/amx_sft_moe in it")
     library = folder / f"{len(list(folder.iterdir()))}.so"
     # Its own: names in the headers may have changed.
-    source = tree / "benchmarks" / "forms_library.cpp"
+    source = tree / "benchmarks" / program
     if not source.exists():
-        source = Path(__file__).with_name("forms_library.cpp")
+        source = Path(__file__).with_name(program)
     flags = ["-std=c++20", "-O3", "-DNDEBUG", "-fopenmp", "-fPIC", "-shared", f"-I{tree / 'include'}"]
     define = f"-DBENCH_KERNEL=amx_sft_moe::kernels::{KERNELS[kernel]}"
     subprocess.run([os.environ.get("CXX", "g++"), *flags, define, source, "-o", library, "-ldl"], check=True)
@@ -68,18 +68,18 @@ def parts_for(trees: int, least: int) -> int:
     return next(parts for parts in itertools.count(least) if math.gcd(parts, trees) == 1)
 
 
+def order(runs: int, turns: int) -> Iterator[int]:
+    """Whose turn it is: everybody's once a turn, each of which begins with another one."""
+    return ((turn + place) % runs for turn in range(turns) for place in range(runs))
+
+
 def compare(runs: list[Callable[[int], None]], turns: int) -> list[list[float]]:
-    """Seconds of each run in each turn; run(i) passes over the i-th part of the weights. Each turn begins with
-    another run."""
+    """Seconds of each run in each turn but the first; run(i) passes over the i-th part of the weights."""
     seconds: list[list[float]] = [[] for _ in runs]
-    part = 0
-    for turn in range(turns + 1):
-        for place in range(len(runs)):
-            which = (turn + place) % len(runs)
-            begin = time.perf_counter()
-            runs[which](part)
-            seconds[which].append(time.perf_counter() - begin)
-            part += 1
+    for part, which in enumerate(order(len(runs), turns + 1)):
+        begin = time.perf_counter()
+        runs[which](part)
+        seconds[which].append(time.perf_counter() - begin)
     return [times[1:] for times in seconds]
 
 

@@ -1,0 +1,71 @@
+"""Times steps of the operator of several source trees beside one another, in one process:
+
+    python benchmarks/compare_steps.py ../before . [--kernel avx2] [--layer mixtral] [--tokens 128 512]
+
+As compare_trees.py does for GEMM forms: programs that run one after the other differ by the pages that they get, by
+up to a tenth. Here the trees' operators take turns over the same weights; in its turn each makes two steps, of which
+the second counts. Printed are the medians in ms, and those of the ratios to the first tree's time.
+Needs GCC 12 or clang 16 (`CXX`), and numpy.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ctypes
+import os
+import statistics
+import sys
+import tempfile
+from pathlib import Path
+
+from compare_trees import KERNELS, build, order
+
+Times = tuple[float, float, float]
+
+
+def new_steppers(libraries: list[ctypes.CDLL], layer: str, tokens: int, threads: int) -> list[ctypes.c_void_p]:
+    """An operator of each library over one layer. What they point to is never freed."""
+    for library in libraries:
+        library.new_layer.restype = library.new_stepper.restype = ctypes.c_void_p
+    made = libraries[0].new_layer(layer.encode(), ctypes.c_int64(tokens))
+    if made is None:
+        sys.exit(f"--layer {layer}: no such layer in benchmarks/layer.hpp")
+    return [ctypes.c_void_p(library.new_stepper(ctypes.c_void_p(made), threads)) for library in libraries]
+
+
+def compare(libraries: list[ctypes.CDLL], steppers: list[ctypes.c_void_p], turns: int) -> list[list[Times]]:
+    """Of each operator and turn but the first the seconds of forward, backward and step."""
+    times: list[list[Times]] = [[] for _ in libraries]
+    for which in order(len(libraries), turns + 1):
+        seconds = (ctypes.c_double * 2)()
+        libraries[which].run_step(steppers[which], seconds)
+        times[which].append((seconds[0], seconds[1], sum(seconds)))
+    return [own[1:] for own in times]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("trees", nargs="+", type=Path, help="checkouts; ratios are to the first")
+    parser.add_argument("--kernel", choices=KERNELS, default="avx512")
+    parser.add_argument("--layer", default="qwen3-30b-a3b", help="one of benchmarks/layer.hpp")
+    parser.add_argument("--tokens", nargs="+", type=int, default=[8, 128, 512])
+    parser.add_argument("--threads", type=int, default=os.cpu_count())
+    parser.add_argument("--turns", type=int, default=15)
+    args = parser.parse_args()
+
+    with tempfile.TemporaryDirectory() as folder:
+        libraries = [build(tree, args.kernel, Path(folder), "step_library.cpp") for tree in args.trees]
+    print(f"{args.layer}, {args.kernel}, {args.threads} threads, {args.turns} turns")
+    for tokens in args.tokens:
+        steppers = new_steppers(libraries, args.layer, tokens, args.threads)
+        times = compare(libraries, steppers, args.turns)
+        for tree, own in zip(args.trees, times, strict=True):
+            columns = []
+            for i, phase in enumerate(("forward", "backward", "step")):
+                ratio = statistics.median(a[i] / b[i] for a, b in zip(own, times[0], strict=True))
+                columns.append(f"{phase} {statistics.median(t[i] for t in own) * 1e3:7.2f} ms, {ratio:.3f}")
+            print(f"T={tokens:<5} {tree}: " + "   ".join(columns), flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,59 @@
+// Steps of the operator as a shared library, for compare_steps.py: compiled against the headers of one source tree and
+// loaded beside that of another. Both work on the layer that one of them made, so that neither has better memory.
+#include <chrono>
+#include <cstdint>
+#include <memory>
+
+#include "amx_sft_moe/amx_sft_moe.hpp"
+#include "layer.hpp"
+
+#ifndef BENCH_KERNEL
+#define BENCH_KERNEL amx_sft_moe::kernels::Avx512<amx_sft_moe::bf16>
+#endif
+
+namespace {
+
+using namespace amx_sft_moe;  // NOLINT(google-build-using-namespace)
+using Operator = AMX_SFT_MOE<BENCH_KERNEL>;
+
+struct Stepper {
+  const bench::Layer& layer;
+  Operator op;
+
+  Stepper(const bench::Layer& of, int threads) : layer(of), op(of.config(threads), of.base(), of.adapters()) {}
+};
+
+double seconds_since(std::chrono::steady_clock::time_point begin) {
+  return std::chrono::duration<double>(std::chrono::steady_clock::now() - begin).count();
+}
+
+void step(Stepper& stepper, double* seconds) {
+  const bench::Layer& layer = stepper.layer;
+  auto begin = std::chrono::steady_clock::now();
+  stepper.op.forward_sft(layer.routing(), layer.const_rows(layer.x), layer.rows(layer.y), true);
+  seconds[0] = seconds_since(begin);
+  begin = std::chrono::steady_clock::now();
+  stepper.op.backward(layer.const_rows(layer.grad_y), layer.gradients());
+  seconds[1] = seconds_since(begin);
+}
+
+}  // namespace
+
+extern "C" {
+
+// A layer of a published model, nullptr where `shape` names none; it stays.
+const bench::Layer* new_layer(const char* shape, index_t tokens) {
+  const bench::LayerShape* named = bench::shape_named(shape);
+  return named == nullptr ? nullptr : new bench::Layer(*named, tokens);
+}
+
+// An operator over that layer; it stays.
+Stepper* new_stepper(const bench::Layer* layer, int threads) {
+  return new Stepper(*layer, threads);
+}
+
+// A step that brings caches and threads to this operator, and one that counts: seconds of its forward and its backward.
+void run_step(Stepper* stepper, double* seconds) {
+  for (int i = 0; i < 2; ++i) step(*stepper, seconds);
+}
+}
