@@ -2,6 +2,7 @@
 # more with kernel onednn where that is given. Says which compilers are absent, and fails where one of those that the
 # README names is and AMX_SFT_MOE_REQUIRE_ALL=1 is in the environment.
 # cmake -DSOURCE=... -DWORK=... [-DONEDNN_INCLUDE=... -DONEDNN_LIBRARY=...] [-DNVTX_INCLUDE=...] -P matrix.cmake
+# AMX_SFT_MOE_OLDEST_NVTX in the environment: the folder of the first release of nvtx3.hpp, compiled with too.
 cmake_minimum_required(VERSION 3.24)
 set(compilers g++-12 g++-13 g++-14 clang++-16 clang++-17 clang++-18 clang++-19)
 set(required g++-12 clang++-16 clang++-19)
@@ -24,9 +25,20 @@ else()
   message(STATUS "without kernel onednn: oneDNN was not found")
 endif()
 if(NVTX_INCLUDE)
-  list(APPEND options -isystem ${NVTX_INCLUDE})
+  foreach(form IN LISTS forms)
+    list(APPEND ${form}_options -isystem ${NVTX_INCLUDE})
+  endforeach()
 else()
   message(STATUS "without NVTX ranges: its headers were not found")
+endif()
+set(oldest_nvtx "$ENV{AMX_SFT_MOE_OLDEST_NVTX}")
+if(EXISTS "${oldest_nvtx}/nvtx3/nvtx3.hpp")
+  list(APPEND forms oldest_nvtx)
+  set(oldest_nvtx_options -O0 -isystem ${oldest_nvtx})
+elseif("$ENV{AMX_SFT_MOE_REQUIRE_ALL}")
+  message(FATAL_ERROR "AMX_SFT_MOE_REQUIRE_ALL: no nvtx3/nvtx3.hpp in AMX_SFT_MOE_OLDEST_NVTX, '${oldest_nvtx}'")
+else()
+  message(STATUS "without the oldest nvtx3.hpp: AMX_SFT_MOE_OLDEST_NVTX names no folder that has it")
 endif()
 
 # Sets `result`, `output`.
