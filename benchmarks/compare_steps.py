@@ -2,9 +2,9 @@
 
     python benchmarks/compare_steps.py ../before . [--kernel avx2] [--layer mixtral] [--tokens 128 512]
 
-As compare_trees.py does for GEMM forms: programs that run one after the other differ by the pages that they get,
-by up to a tenth. Here the trees' operators take turns over the same weights; in its turn each makes two steps, of
-which the second counts. Printed are the medians in ms, and those of the ratios to the first tree's time.
+As compare_trees.py does for GEMM forms: programs that run one after the other differ by the pages that they
+get, by up to a tenth. Here the trees' operators take turns over the same weights; in its turn each makes two
+steps, of which the second counts. Printed are the medians in ms, and those of the ratios to the first tree's.
 Needs GCC 12 or clang 16 (`CXX`), and numpy.
 """
 

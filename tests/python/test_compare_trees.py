@@ -1,7 +1,8 @@
-"""The turns of benchmarks/compare_trees.py: no tree has a place or a part of the weights of its own."""
+"""Turns of compare_trees.py and compare_steps.py: no tree has a place or a part of the weights of its own."""
 
 from __future__ import annotations
 
+import ctypes
 import sys
 from collections import Counter
 from pathlib import Path
@@ -10,6 +11,7 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks"))
 
+import compare_steps
 import compare_trees
 
 
@@ -30,3 +32,21 @@ def test_trees_share_places_and_parts(trees: int, least: int) -> None:
     assert set(places.values()) == {parts}
     # A part comes again after all others: no cache has it by then.
     assert all(calls[n][1] == n % parts for n in range(len(calls)))
+
+
+class FakeLibrary:
+    """Steps that take as many seconds as were made, all of them in the backward."""
+
+    def __init__(self) -> None:
+        self.steppers: list[object] = []
+
+    def run_step(self, stepper: object, seconds: ctypes.Array[ctypes.c_double]) -> None:
+        self.steppers.append(stepper)
+        seconds[1] = len(self.steppers)
+
+
+def test_steps_of_a_tree_are_made_by_its_own_operator_and_the_first_does_not_count() -> None:
+    libraries = [FakeLibrary(), FakeLibrary()]
+    times = compare_steps.compare(libraries, ["a", "b"], 2)
+    assert [library.steppers for library in libraries] == [["a"] * 3, ["b"] * 3]
+    assert times == [[(0, 2, 2), (0, 3, 3)]] * 2

@@ -162,7 +162,7 @@ def lists_tasks(test: Callable[..., None]) -> Callable[..., None]:
     return built(pytest.mark.skipif(not avx512, reason="its row operations need AVX512")(test))
 
 
-# By the committed costs, and without what the calling thread takes here between regions: nothing of it is timed now.
+# By the committed costs, without what the calling thread takes here between regions: nothing is timed now.
 @lists_tasks
 @pytest.mark.parametrize("tokens", [128, 512])
 @pytest.mark.parametrize("spread", replay.SPREADS)
