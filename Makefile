@@ -167,8 +167,8 @@ endef
 # The first release with nvtx3.hpp: what CUDA 13.0 has too.
 matrix: export AMX_SFT_MOE_OLDEST_NVTX = $(abspath $(VENV))/oldest-nvtx/nvidia/cu13/include
 matrix: $(VENV)/onednn
-	@[ -e "$(AMX_SFT_MOE_OLDEST_NVTX)" ] || \
-	  $(BIN)/pip install -q --no-deps --target $(VENV)/oldest-nvtx nvidia-nvtx==13.0.39
+	@[ -e "$(AMX_SFT_MOE_OLDEST_NVTX)/nvtx3/nvtx3.hpp" ] || \
+	  $(BIN)/pip install -q --no-deps --target $(VENV)/oldest-nvtx nvidia-nvtx==13.0.39 || true
 	@for compiler in g++-12 clang++-16 clang++-19; do \
 	  ! command -v $$compiler >/dev/null || continue; \
 	  echo "installing $$compiler by apt"; \

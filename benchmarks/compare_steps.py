@@ -23,14 +23,22 @@ from compare_trees import KERNELS, build, order
 Times = tuple[float, float, float]
 
 
-def new_steppers(libraries: list[ctypes.CDLL], layer: str, tokens: int, threads: int) -> list[ctypes.c_void_p]:
-    """An operator of each library over one layer. What they point to is never freed."""
-    for library in libraries:
-        library.new_layer.restype = library.new_stepper.restype = ctypes.c_void_p
-    made = libraries[0].new_layer(layer.encode(), ctypes.c_int64(tokens))
-    if made is None:
-        sys.exit(f"--layer {layer}: no such layer in benchmarks/layer.hpp")
-    return [ctypes.c_void_p(library.new_stepper(ctypes.c_void_p(made), threads)) for library in libraries]
+class Steppers:
+    """An operator of each library over one layer."""
+
+    def __init__(self, libraries: list[ctypes.CDLL], layer: str, tokens: int, threads: int) -> None:
+        self.libraries = libraries
+        for library in libraries:
+            library.new_layer.restype = library.new_stepper.restype = ctypes.c_void_p
+        self.layer = ctypes.c_void_p(libraries[0].new_layer(layer.encode(), ctypes.c_int64(tokens)))
+        if self.layer.value is None:
+            sys.exit(f"--layer {layer}: no such layer in benchmarks/layer.hpp")
+        self.steppers = [ctypes.c_void_p(library.new_stepper(self.layer, threads)) for library in libraries]
+
+    def free(self) -> None:
+        for library, stepper in zip(self.libraries, self.steppers, strict=True):
+            library.free_stepper(stepper)
+        self.libraries[0].free_layer(self.layer)
 
 
 def compare(libraries: list[ctypes.CDLL], steppers: list[ctypes.c_void_p], turns: int) -> list[list[Times]]:
@@ -54,11 +62,14 @@ def main() -> None:
     args = parser.parse_args()
 
     with tempfile.TemporaryDirectory() as folder:
-        libraries = [build(tree, args.kernel, Path(folder), "step_library.cpp") for tree in args.trees]
+        # One program for all: they share the layer that it makes.
+        program = Path(__file__).with_name("step_library.cpp")
+        libraries = [build(tree, args.kernel, Path(folder), program) for tree in args.trees]
     print(f"{args.layer}, {args.kernel}, {args.threads} threads, {args.turns} turns")
     for tokens in args.tokens:
-        steppers = new_steppers(libraries, args.layer, tokens, args.threads)
-        times = compare(libraries, steppers, args.turns)
+        layer = Steppers(libraries, args.layer, tokens, args.threads)
+        times = compare(libraries, layer.steppers, args.turns)
+        layer.free()
         for tree, own in zip(args.trees, times, strict=True):
             columns = []
             for i, phase in enumerate(("forward", "backward", "step")):

@@ -37,19 +37,24 @@ MEMORY = 1 << 30  # bytes of weights: no cache holds them
 A_TURN = 96 << 20  # bytes of weights that a turn passes over
 
 
-def build(tree: Path, kernel: str, folder: Path, program: str = "forms_library.cpp") -> ctypes.CDLL:
+def build(tree: Path, kernel: str, folder: Path, source: Path) -> ctypes.CDLL:
     """A program over the headers of a source tree as a library, loaded apart from all others."""
     if not (tree / "include" / "amx_sft_moe").is_dir():
         sys.exit(f"{tree}: no include/amx_sft_moe in it")
     library = folder / f"{len(list(folder.iterdir()))}.so"
-    # Its own: names in the headers may have changed.
-    source = tree / "benchmarks" / program
-    if not source.exists():
-        source = Path(__file__).with_name(program)
+    compiler = os.environ.get("CXX", "g++")
     flags = ["-std=c++20", "-O3", "-DNDEBUG", "-fopenmp", "-fPIC", "-shared", f"-I{tree / 'include'}"]
+    if "clang" not in compiler:
+        flags.append("-fno-gnu-unique")  # tables of headers would be those of the first library in all others
     define = f"-DBENCH_KERNEL=amx_sft_moe::kernels::{KERNELS[kernel]}"
-    subprocess.run([os.environ.get("CXX", "g++"), *flags, define, source, "-o", library, "-ldl"], check=True)
+    subprocess.run([compiler, *flags, define, source, "-o", library, "-ldl"], check=True)
     return ctypes.CDLL(str(library), mode=os.RTLD_LOCAL)
+
+
+def forms_of(tree: Path) -> Path:
+    """The tree's own program, as names in the headers may have changed, or this one's."""
+    own = tree / "benchmarks" / "forms_library.cpp"
+    return own if own.exists() else Path(__file__).with_name("forms_library.cpp")
 
 
 def bf16_numbers(count: int) -> np.ndarray:
@@ -101,7 +106,7 @@ def main() -> None:
     weights = bf16_numbers(parts * matrices * out * inner)
     activations = bf16_numbers(max(args.tokens) * max(out, inner, 16))
     with tempfile.TemporaryDirectory() as folder:
-        libraries = [build(tree, args.kernel, Path(folder)) for tree in args.trees]
+        libraries = [build(tree, args.kernel, Path(folder), forms_of(tree)) for tree in args.trees]
 
     def run_of(library: ctypes.CDLL, form: str, tokens: int) -> Callable[[int], None]:
         function = library[f"run_{form}"]

@@ -41,15 +41,22 @@ void step(Stepper& stepper, double* seconds) {
 
 extern "C" {
 
-// A layer of a published model, nullptr where `shape` names none; it stays.
+// A layer of a published model, nullptr where `shape` names none.
 const bench::Layer* new_layer(const char* shape, index_t tokens) {
   const bench::LayerShape* named = bench::shape_named(shape);
   return named == nullptr ? nullptr : new bench::Layer(*named, tokens);
 }
 
-// An operator over that layer; it stays.
+void free_layer(const bench::Layer* layer) {
+  delete layer;
+}
+
+// An operator over that layer.
 Stepper* new_stepper(const bench::Layer* layer, int threads) {
   return new Stepper(*layer, threads);
+}
+void free_stepper(Stepper* stepper) {
+  delete stepper;
 }
 
 // A step that brings caches and threads to this operator, and one that counts: seconds of its forward and its backward.

@@ -87,8 +87,8 @@ class GemmColumns : public testing::Test {
     }
   }
 
-  static constexpr index_t kMostRows = 2128, kMostK = 2128;
-  static constexpr index_t kMostOfB = 2128 * 267;  // more than 40 x 6203 and 240 x 2053
+  static constexpr index_t kMostRows = 2032, kMostK = 2032;
+  static constexpr index_t kMostOfB = 2032 * 267;  // more than 40 x 6203 and 240 x 2053
   index_t b_stride_ = 0;                           // of the product at hand
   AlignedBuffer<W> a_, b_;
   gemm::Scratch scratch_;
@@ -113,8 +113,8 @@ std::vector<Extents> all_extents(std::initializer_list<index_t> deep) {
       for (const index_t cols : {97, 128, 200}) all.push_back({rows, k, cols});
     }
   }
-  // Strips of every depth that there is, each deeper than those of the column before.
-  all.push_back({13, 2128, 264});
+  // Strips up to the deepest there is: 256, then 512, then 1024 steps and less.
+  all.push_back({13, 2032, 264});
   // Wider than what of C stays in L1: by a few columns for one row, many times for eight.
   for (const index_t rows : {1, 8, 9}) all.push_back({rows, 35, 6200});
   return all;

@@ -79,8 +79,8 @@ class GemmTokens : public testing::Test {
   // One strip that is not full; more than one of whatever depth, and a rest, which is made while the one before is
   // multiplied where that can be (592), or not (531).
   static constexpr std::array<index_t, 3> kIns{77, 531, 592};
-  // Strips of every depth that there is, each deeper than those of the column before.
-  static constexpr index_t kDeepIn = 2128;
+  // Strips up to the deepest there is: 256, then 512, then 1024 steps and less.
+  static constexpr index_t kDeepIn = 2032;
   static constexpr index_t kMostTokens = 70, kMostIn = kDeepIn;
   AlignedBuffer<W> weights_;
   AlignedBuffer<float> x_;

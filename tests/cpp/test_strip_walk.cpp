@@ -10,45 +10,39 @@
 namespace {
 
 using namespace amx_sft_moe;  // NOLINT(google-build-using-namespace)
-using gemm::Order;
 using gemm::Strip;
 
-constexpr index_t kMost = 1024;
+constexpr index_t kFirst = 256, kMost = 1024, kLine = 32;  // of bf16 in a cache line
 
-template <Order kOrder>
-std::vector<Strip> all_strips(index_t k, index_t cols) {
+template <class Order>
+std::vector<Strip> all_strips(const Order& order) {
   std::vector<Strip> strips;
-  for (gemm::StripWalk<kOrder> walk(k, cols, kMost); !walk.done(); walk.advance())
-    strips.push_back(walk.here());
+  for (gemm::StripWalk walk(order); !walk.done(); walk.advance()) strips.push_back(walk.here());
   return strips;
+}
+std::vector<Strip> strips_along_k(index_t k, index_t cols) {
+  return all_strips(gemm::StripsAlongK(k, cols, kFirst, kMost));
+}
+
+template <class Check>
+void for_each_product(Check&& check) {
+  std::vector<index_t> ks{2048, 2064, 2128, 2880, 7168, 18432};
+  for (index_t k = 0; k < 1500; k += k < 300 ? 1 : 37) ks.push_back(k);
+  for (const index_t k : ks) {
+    for (const index_t cols : {0, 1, 63, 64, 65, 200, 768, 2048}) check(k, cols);
+  }
 }
 
 bool same(const Strip& a, const Strip& b) {
   return a.kk == b.kk && a.col == b.col && a.depth == b.depth && a.cols == b.cols;
 }
 
-template <Order kOrder>
-class StripWalkOf : public testing::Test {
- protected:
-  template <class Check>
-  void for_each_product(Check&& check) {
-    for (const index_t k :
-         {0, 1, 16, 63, 64, 255, 256, 257, 768, 1023, 1024, 1025, 1408, 2048, 2880, 7168, 18432}) {
-      for (const index_t cols : {0, 1, 63, 64, 65, 200, 768, 2048}) check(k, cols);
-    }
-  }
-};
-
-class StripsAlongK : public StripWalkOf<Order::kAlongK> {};
-class StripsAcross : public StripWalkOf<Order::kAcross> {};
-
-TEST_F(StripsAlongK, FollowOneAnotherAndCoverEachColumnBeforeTheNext) {
+TEST(StripsAlongK, FollowOneAnotherAndCoverTheirColumnsBeforeTheNext) {
   for_each_product([](index_t k, index_t cols) {
     index_t kk = 0, col = 0;
-    for (const Strip& strip : all_strips<Order::kAlongK>(k, cols)) {
+    for (const Strip& strip : strips_along_k(k, cols)) {
       ASSERT_EQ(std::pair(kk, col), std::pair(strip.kk, strip.col)) << k << " x " << cols;
-      ASSERT_GT(strip.depth, 0);
-      ASSERT_LE(strip.depth, kMost);
+      ASSERT_GT(strip.depth, 0) << k << " x " << cols;
       ASSERT_EQ(std::min(arch::kStripCols, cols - col), strip.cols);
       kk += strip.depth;
       if (kk < k) continue;
@@ -56,78 +50,100 @@ TEST_F(StripsAlongK, FollowOneAnotherAndCoverEachColumnBeforeTheNext) {
       kk = 0;
       col += arch::kStripCols;
     }
+    EXPECT_EQ(0, kk);
     if (k > 0) {
       EXPECT_GE(col, cols) << k << " x " << cols;
     }
   });
 }
 
-TEST_F(StripsAcross, FollowOneAnotherAndCoverEachBlockOfKBeforeTheNext) {
+TEST(StripsAlongK, BeginShallowAndAreAtMostTwiceAsDeepAsTheOneBefore) {
+  for_each_product([](index_t k, index_t cols) {
+    index_t before = kFirst / 2, limit = kFirst;
+    for (const Strip& strip : strips_along_k(k, cols)) {
+      if (strip.kk == 0 && strip.col > 0) limit = std::min(kMost, 2 * limit);
+      ASSERT_LE(strip.depth, limit) << k << " x " << cols << " at " << strip.kk << ", " << strip.col;
+      // Parts of K are even but for a line, the last one but for two.
+      ASSERT_LE(strip.depth, 2 * (before + 2 * kLine))
+          << k << " x " << cols << " at " << strip.kk << ", " << strip.col;
+      before = strip.depth;
+    }
+  });
+}
+
+TEST(StripsAlongK, AreAsFewAsTheirDepthsAllow) {
+  for_each_product([](index_t k, index_t cols) {
+    std::vector<index_t> parts(static_cast<std::size_t>(ceil_div(cols, arch::kStripCols)));
+    for (const Strip& strip : strips_along_k(k, cols))
+      ++parts[static_cast<std::size_t>(strip.col / arch::kStripCols)];
+    index_t limit = kFirst;
+    for (const index_t of_columns : parts) {
+      EXPECT_EQ(ceil_div(k, limit), of_columns) << k << " x " << cols;
+      limit = std::min(kMost, 2 * limit);
+    }
+  });
+}
+
+TEST(StripsAlongK, AreOfOneDepthWhereNoneMayBeDeeperThanTheFirst) {
+  for (const Strip& strip : all_strips(gemm::StripsAlongK(512, 1024, 128, 128))) EXPECT_EQ(128, strip.depth);
+}
+
+TEST(StripsAcross, FollowOneAnotherAndCoverTheirStepsOfKBeforeTheNext) {
   for_each_product([](index_t k, index_t cols) {
     index_t kk = 0, col = 0;
-    for (const Strip& strip : all_strips<Order::kAcross>(k, cols)) {
+    for (const Strip& strip : all_strips(gemm::StripsAcross(k, cols, kFirst))) {
       ASSERT_EQ(std::pair(kk, col), std::pair(strip.kk, strip.col)) << k << " x " << cols;
-      ASSERT_EQ(std::min(kMost, k - kk), strip.depth);
+      ASSERT_EQ(std::min(kFirst, k - kk), strip.depth);
       ASSERT_EQ(std::min(arch::kStripCols, cols - col), strip.cols);
       col += arch::kStripCols;
       if (col < cols) continue;
       col = 0;
-      kk += kMost;
+      kk += kFirst;
     }
+    EXPECT_EQ(0, col);
     if (cols > 0) {
       EXPECT_GE(kk, k) << k << " x " << cols;
     }
   });
 }
 
-template <Order kOrder>
-void expect_announced(index_t k, index_t cols) {
-  const std::vector<Strip> strips = all_strips<kOrder>(k, cols);
-  gemm::StripWalk<kOrder> walk(k, cols, kMost);
+template <class Order>
+void expect_announced(const Order& order) {
+  const std::vector<Strip> strips = all_strips(order);
+  gemm::StripWalk walk(order);
   for (std::size_t i = 0; i < strips.size(); ++i, walk.advance()) {
     const auto at = [&](std::size_t n) { return n < strips.size() ? strips[n] : Strip{}; };
-    ASSERT_TRUE(same(at(i + 1), walk.next())) << k << " x " << cols << ", strip " << i;
-    ASSERT_TRUE(same(at(i + 2), walk.later())) << k << " x " << cols << ", strip " << i;
+    ASSERT_TRUE(same(at(i + 1), walk.next())) << "strip " << i;
+    ASSERT_TRUE(same(at(i + 2), walk.later())) << "strip " << i;
   }
-  EXPECT_TRUE(walk.done()) << k << " x " << cols;
+  EXPECT_TRUE(walk.done());
 }
 
-TEST_F(StripsAlongK, TheNextTwoAreAnnounced) {
-  for_each_product(expect_announced<Order::kAlongK>);
-}
-TEST_F(StripsAcross, TheNextTwoAreAnnounced) {
-  for_each_product(expect_announced<Order::kAcross>);
-}
-
-// A strip is made during the one before it: that one must not be much shallower.
-TEST_F(StripsAlongK, BeginShallowAndAreAtMostTwiceAsDeepAsInTheColumnBefore) {
-  constexpr index_t kLine = 32;
+TEST(StripWalk, AnnouncesTheNextTwo) {
   for_each_product([](index_t k, index_t cols) {
-    const std::vector<Strip> strips = all_strips<Order::kAlongK>(k, cols);
-    index_t before = arch::kFirstStripDepth / 2, of_column = 0;
-    for (const Strip& strip : strips) {
-      if (strip.kk == 0) {
-        if (of_column > 0) before = of_column;
-        of_column = strip.depth;
-      }
-      ASSERT_LE(strip.depth, 2 * before + kLine)
-          << k << " x " << cols << " at " << strip.kk << ", " << strip.col;
-      ASSERT_GT(strip.depth, of_column - kLine * ceil_div(k, of_column))
-          << k << " x " << cols << " at " << strip.kk;
-    }
+    expect_announced(gemm::StripsAlongK(k, cols, kFirst, kMost));
+    expect_announced(gemm::StripsAcross(k, cols, kFirst));
   });
 }
 
-TEST(StripDepth, PartsOfKAreEvenAndOfWholeLines) {
-  EXPECT_EQ(0, gemm::strip_depth(0, kMost));
-  EXPECT_EQ(32, gemm::strip_depth(1, kMost));
-  EXPECT_EQ(768, gemm::strip_depth(768, kMost));
-  EXPECT_EQ(1024, gemm::strip_depth(1024, kMost));
-  EXPECT_EQ(544, gemm::strip_depth(1025, kMost));
-  EXPECT_EQ(960, gemm::strip_depth(2880, kMost));
-  EXPECT_EQ(1024, gemm::strip_depth(7168, kMost));
-  EXPECT_EQ(384, gemm::strip_depth(768, 512));
-  EXPECT_EQ(128, gemm::strip_depth(7168, 128));
+TEST(EvenPart, PartsAreOfWholeLinesAndDifferByOne) {
+  for (index_t k = 1; k <= 4096; ++k) {
+    const index_t parts = ceil_div(k, kFirst);
+    index_t rest = k, least = k, most = 0;
+    for (index_t left = parts; left > 1; --left) {
+      const index_t part = gemm::even_part(rest, left);
+      ASSERT_EQ(0, part % kLine) << k;
+      rest -= part;
+      least = std::min(least, part);
+      most = std::max(most, part);
+    }
+    if (parts == 1) continue;
+    ASSERT_LE(most, kFirst) << k;
+    ASSERT_LE(most - least, kLine) << k;
+    ASSERT_EQ(rest, gemm::even_part(rest, 1)) << k;
+    ASSERT_LE(rest, most) << k;
+    ASSERT_GT(rest, most - 2 * kLine) << k;
+  }
 }
 
 }  // namespace

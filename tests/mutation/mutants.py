@@ -52,7 +52,12 @@ PARTS = {
         (("portable_bf16",), ("avx2_bf16",)),
         ("problem", "test_locale", "test_overlap", "test_parallel", "test_sizes", "test_validate"),
     ),
-    "gemm": Part(16, ("gemm/*.hpp",), (_PLAIN, _TILES), ("test_gemm_columns", "test_gemm_tokens")),
+    "gemm": Part(
+        16,
+        ("gemm/*.hpp",),
+        (_PLAIN, _TILES),
+        ("test_gemm_columns", "test_gemm_tokens", "test_strip_walk"),
+    ),
     "lora": Part(12, ("lora/*.hpp",), (_PLAIN, _TILES)),
     "moe": Part(32, ("moe/*.hpp",), (_PLAIN, _TILES)),
     "operator": Part(16, ("operator/*.hpp",), (("portable_bf16",),), ("test_saved_stack", "test_validate")),
@@ -93,9 +98,8 @@ _LEFT_OUT = re.compile(
     r"|^\s*(std::size_t|std::u?int\w+|index_t|int|bool|float)( \w+ = \w+,?)+;|(reserve|level)_threads"
     # Memory asked for ahead: no result depends on it. What makes a strip ahead has other names.
     r"|[Pp]refetch|kPackRowsAhead|ahead_|ask_ahead|\.later|asked_|\b(near|far)\[|\bfar_shift =|\bkNear\w+"
-    r"|kWaitingRows|index_t byte\b|\bdone_\b|\bpace_\.|kLineBytes|kCacheLine ?=|kAheadDepth|ahead\.turn"
-    # Which strip comes next: another one is made in its place, and made again.
-    r"|\bat_(row|col)\b|\bstep\(row, col\)"
+    r"|kWaitingRows|index_t byte\b|\bdone_\b|\bpace_\.|kLineBytes;|kCacheLine ?=|kAheadDepth|ahead\.turn"
+    r"|ask_for_line|rows_\.(any|ask|next)\(|\bany\(\)|later_ != 0|kLeadProducts|return kUnitRows"
     # Sizes of blocks, and when B is read in place: speed only.
     r"|kStripBytes =|kStripDepth =|kFarRows =|k <= k\w*Steps|part_of_columns|parts\)|parts ="
     # Only the kernel onednn has such a plan of blocks.

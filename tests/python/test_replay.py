@@ -155,28 +155,28 @@ def test_tile_cycles() -> None:
     assert amx_model.tile_cycles(phase) == 10 * 52 + 5 * 64 + 96 + 2 * (45 + 52) + 200 + 3 * 17
 
 
-def lists_tasks(test: Callable[..., None]) -> Callable[..., None]:
-    """Marks a test that runs bench_tasks."""
+def needs_bench_tasks(test: Callable[..., None]) -> Callable[..., None]:
     built = pytest.mark.skipif(not tasklist.PROGRAM.exists(), reason="bench_tasks is not built")
     avx512 = amx_sft_moe.info()["instruction_sets"]["avx512"]
     return built(pytest.mark.skipif(not avx512, reason="its row operations need AVX512")(test))
 
 
 # By the committed costs, without what the calling thread takes here between regions: nothing is timed now.
-@lists_tasks
-@pytest.mark.parametrize("tokens", [128, 512])
+# Lists differ by machine in what depends on L2.
+@needs_bench_tasks
+@pytest.mark.parametrize(("tokens", "most"), [(128, 0.1), (512, 0.05)])
 @pytest.mark.parametrize("spread", replay.SPREADS)
-def test_sixty_threads_seldom_wait_for_one_another(spread: str, tokens: int) -> None:
+def test_sixty_threads_seldom_wait_for_one_another(spread: str, tokens: int, most: float) -> None:
     kernel = replay.MEASURED_KERNEL
     tasks = tasklist.list_tasks(tasklist.PROGRAM, "qwen3-30b-a3b", tokens, spread, kernel, 60)
     untimed = replace(
         tasks, route_ns=[0, 0], regions=[replace(region, serial_ns=0) for region in tasks.regions]
     )
     costs = tasklist.load_costs(tasklist.COSTS, "qwen3-30b-a3b", kernel)
-    assert replay.idle_share(untimed, replay.replay(untimed, costs, 60), 60) < 0.1
+    assert replay.idle_share(untimed, replay.replay(untimed, costs, 60), 60) < most
 
 
-@lists_tasks
+@needs_bench_tasks
 @pytest.mark.parametrize("spread", replay.SPREADS)
 def test_lists_hold_every_row_and_column(spread: str) -> None:
     tasks = tasklist.list_tasks(tasklist.PROGRAM, "small", 24, spread, replay.COUNTED_KERNEL, 1)

@@ -15,23 +15,22 @@ namespace arch {
 // so few row pointers that none is spilled: with 12 rows x 32 columns the compiler kept four of them in vector
 // registers, whose moves compete with the arithmetic.
 inline constexpr index_t kStripCols = 64;
-// Of a strip of floats: an L1 of 32 KiB, two thirds of one of 48. The deeper, the less often C passes through registers; but
-// with 64 KiB of floats few rows take up to 1.4 times as long (benchmarks/LOG.md, "Strips of floats").
+// Of a strip: an L1 of 32 KiB, two thirds of one of 48. The deeper, the less often C passes through registers; but with
+// 64 KiB of floats few rows take up to 1.4 times as long (benchmarks/LOG.md, "Strips of floats").
 inline constexpr index_t kStripBytes = index_t{32} << 10;
-// Of bf16, whose next strip is made meanwhile: each tile's products read a strip at 11 bytes a cycle, which L2 delivers. Two of
-// them take a quarter of 1 MiB, another quarter the block of 128 rows of A that they meet.
-inline constexpr index_t kMadeAheadBytes = index_t{128} << 10;
-// Elements along K, at most: 128 of fp32, 1024 of bf16.
+// Elements along K: 128 of fp32, 256 of bf16.
 template <class E>
-inline constexpr index_t kStripDepth =
-    (sizeof(E) == sizeof(bf16) ? kMadeAheadBytes : kStripBytes) / kStripCols / index_t{sizeof(E)};
-// Of the first strips of a task.
-inline constexpr index_t kFirstStripDepth = 256;
+inline constexpr index_t kStripDepth = kStripBytes / kStripCols / index_t{sizeof(E)};
+// Of strips of bf16 that are made while the one before is multiplied: 128 KiB, from which products read 11 bytes a cycle,
+// as L2 delivers them. Two take a quarter of 1 MiB of L2, the block of 128 rows of A that they meet another one
+// (benchmarks/LOG.md, "Deeper strips").
+inline constexpr index_t kMostAheadDepth = 1024;
 // From here on a strip of bf16 is made while the one before is multiplied. Products of shallower ones (few tokens of
 // gemm_tn, LoRA's terms) are over before memory that was asked for one strip ahead has come.
 inline constexpr index_t kAheadDepth = 64;
-// How many rows before it is read a row of B is asked for, times rows of A. A row's products with 64 columns take rows of
-// A x 0.55 ns at 230 GFLOP/s, so memory has 1.1 us, three times what it takes under load. At least so many rows
+// How many rows of 64 columns before it is read a row of B is asked for, times rows of A; longer rows, fewer of them. A
+// row's products with 64 columns take rows of A x 0.55 ns at 230 GFLOP/s, so memory has 1.1 us, three times what it takes
+// under load. At least so many rows
 // (benchmarks/LOG.md, "Rows asked for later").
 inline constexpr index_t kLeadProducts = 2048;
 inline constexpr index_t kLeastLead = 8;

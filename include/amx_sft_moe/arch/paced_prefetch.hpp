@@ -9,9 +9,9 @@
 AMX_SFT_MOE_NAMESPACE_BEGIN
 namespace arch {
 
-// Memory that strips to come are made from: of each, `rows` rows of row_bytes, `stride` bytes apart. Hardware
-// prefetchers do not see it coming: its rows lie on different pages. Addresses are numbers: `later` may be that of nothing,
-// behind a matrix's last row.
+// Memory that strips to come are made from: of the next `rows` rows of row_bytes, `stride` bytes apart, and as much of the
+// one after it, which may be larger or smaller. Hardware prefetchers do not see it coming: its rows lie on different
+// pages. Addresses are numbers: of what lies at `later` rows may be asked for that are not there.
 struct BytesAhead {
   std::uintptr_t next =
       0;  // of the strip that is next, all of it there; asked for into L1, or read. 0: there is none, nor rows
@@ -85,9 +85,9 @@ AMX_SFT_MOE_INLINE void ask_for_line(std::uintptr_t at) {
 }
 
 // The rows of the strip that is next, into L1, and with each the same of the one after it, into L2.
-class RowsOfBoth {
+class RowsOfNextTwo {
  public:
-  explicit RowsOfBoth(const BytesAhead& ahead)
+  explicit RowsOfNextTwo(const BytesAhead& ahead)
       : next_(ahead.next), later_(ahead.later), stride_(static_cast<std::uintptr_t>(ahead.stride)) {}
 
   static constexpr bool any() { return true; }
@@ -104,10 +104,10 @@ class RowsOfBoth {
   std::uintptr_t next_, later_, stride_;
 };
 
-class PacedPrefetch : public EvenPrefetch<RowsOfBoth> {
+class PacedPrefetch : public EvenPrefetch<RowsOfNextTwo> {
  public:
   explicit PacedPrefetch(const BytesAhead& ahead)
-      : EvenPrefetch(RowsOfBoth(ahead), ahead.rows, ahead.row_bytes) {}
+      : EvenPrefetch(RowsOfNextTwo(ahead), ahead.rows, ahead.row_bytes) {}
 };
 
 // The rows to be asked for while the next strip is made of its rows [0, rows), into L2: each `lead` rows before its turn,

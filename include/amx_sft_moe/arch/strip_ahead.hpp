@@ -54,9 +54,11 @@ class StripAhead {
 // A whole strip from rows of B, kPairing<bf16> rows a unit.
 class RowsAhead : public StripAhead {
  public:
+  static constexpr index_t kStep = kPairing<bf16>;  // a strip's depth is a multiple of it
+
   static bool fits(const BytesAhead& ahead) {
     return ahead.next != 0 && ahead.row_bytes == kStripCols * index_t{sizeof(bf16)} &&
-           ahead.rows >= kAheadDepth && ahead.rows % kPairing<bf16> == 0;
+           ahead.rows >= kAheadDepth && ahead.rows % kStep == 0;
   }
   // For a product of `rows` rows of A.
   RowsAhead(const BytesAhead& ahead, index_t rows, bf16* strip)
@@ -68,7 +70,11 @@ class RowsAhead : public StripAhead {
 
 // A whole strip from rows that are its columns, 8 of them a unit, 32 bytes of each.
 class ColumnsAhead : public StripAhead {
+  static constexpr index_t kUnitRows = 8, kUnitBytes = 32;
+
  public:
+  static constexpr index_t kStep = kUnitBytes / index_t{sizeof(bf16)};  // a strip's depth is a multiple of it
+
   static bool fits(const BytesAhead& ahead) {
     return ahead.next != 0 && ahead.rows == kStripCols &&
            ahead.row_bytes >= kAheadDepth * index_t{sizeof(bf16)} && ahead.row_bytes % kUnitBytes == 0;
@@ -79,9 +85,8 @@ class ColumnsAhead : public StripAhead {
         left_(along_k_) {}
 
  protected:
-  static constexpr index_t kUnitRows = 8, kUnitBytes = 32;
-
-  // Its rows are long, and eight of them are read side by side: those eight, and as many more as RowsAhead gives memory time.
+  // Its rows are long, and eight of them are read side by side: those eight, and as many more as give memory the time
+  // that RowsAhead gives it.
   static index_t lead(const BytesAhead& ahead, index_t rows) {
     const index_t products = rows * kUnitRows * ahead.row_bytes / index_t{sizeof(bf16)};
     return kUnitRows * (1 + ceil_div(kLeadProducts * kStripCols, products));

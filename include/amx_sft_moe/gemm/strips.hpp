@@ -65,23 +65,22 @@ std::uintptr_t place(const arch::RowSource<S>& source, index_t row, index_t col)
          static_cast<std::uintptr_t>((row * source.row_stride + col) * kSize);
 }
 
-// Which side of B lies in source's rows: its rows, along K, or its columns.
-enum class SourceRows : std::uint8_t { kAlongK, kColumns };
+// What a source's rows are.
+enum class RowsOfSource : std::uint8_t { kRowsOfB, kColumnsOfB };
 
-// What comes after the strip at hand: the next two.
-template <Order kOrder, class S>
-arch::BytesAhead strips_ahead(const arch::RowSource<S>& source, const StripWalk<kOrder>& walk,
-                              SourceRows rows) {
+// Where the next two strips of a walk lie.
+template <class Order, class S>
+arch::BytesAhead strips_ahead(const arch::RowSource<S>& source, const StripWalk<Order>& walk,
+                              RowsOfSource rows) {
   constexpr index_t kSize = sizeof(S);
   if (source.row_index != nullptr) return {};
+  const bool rows_of_b = rows == RowsOfSource::kRowsOfB;
   const auto place_of = [&](const Strip& strip) {
-    return rows == SourceRows::kAlongK ? place(source, strip.kk, strip.col)
-                                       : place(source, strip.col, strip.kk);
+    return rows_of_b ? place(source, strip.kk, strip.col) : place(source, strip.col, strip.kk);
   };
   const Strip& next = walk.next();
   if (next.depth == 0) return {};
-  const auto [count, length] =
-      rows == SourceRows::kAlongK ? std::pair(next.depth, next.cols) : std::pair(next.cols, next.depth);
+  const auto [count, length] = rows_of_b ? std::pair(next.depth, next.cols) : std::pair(next.cols, next.depth);
   const std::uintptr_t later = walk.later().depth == 0 ? 0 : place_of(walk.later());
   return {place_of(next), later, source.row_stride * kSize, count, length * kSize};
 }
@@ -100,12 +99,22 @@ struct AheadOf<Micro, bf16> {
   using Columns = typename Micro::ColumnsAhead;
 };
 
+// How deep strips of a product over k steps may be: those that Ahead makes while another is multiplied deeper than others.
+template <class E, class Ahead, class S>
+index_t most_depth(const arch::RowSource<S>& source, index_t k) {
+  if constexpr (!std::is_void_v<Ahead>) {
+    if (source.row_index == nullptr && k % Ahead::kStep == 0) return arch::kMostAheadDepth;
+  }
+  return arch::kStripDepth<E>;
+}
+
 // The strips of a product, one after the other: the one that is multiplied, and room for the next.
 template <class Kernel>
 class Strips {
   using Micro = typename Kernel::Microkernel;
   using E = typename Kernel::Compute;
-  static constexpr index_t kElements = arch::kStripDepth<E> * arch::kStripCols;
+  static constexpr index_t kDeepest = MakesRowsAhead<Kernel> ? arch::kMostAheadDepth : arch::kStripDepth<E>;
+  static constexpr index_t kElements = kDeepest * arch::kStripCols;
 
  public:
   explicit Strips(Scratch& scratch)
@@ -137,17 +146,18 @@ class Strips {
   std::uintptr_t next_from_ = 0;  // what next_ was made from; 0: nothing
 };
 
-// C [rows, strip.cols] += A [rows, strip.rows] x the strip that source, rows along K, begins with.
-template <class Kernel, Order kOrder, class S>
+// C [rows, n] += A [rows, k] x B [k, n] for the k steps and n columns of the strip at hand; a, source and c are all of
+// theirs.
+template <class Kernel, class Order, class S>
 void multiply_strip_of_rows(Strips<Kernel>& strips, const arch::RowSource<typename Kernel::Compute>& a,
-                            index_t rows, const arch::RowSource<S>& source, const StripWalk<kOrder>& walk,
+                            index_t rows, const arch::RowSource<S>& source, const StripWalk<Order>& walk,
                             const arch::SumRows& c) {
   using Micro = typename Kernel::Microkernel;
   const Strip& strip = walk.here();
   const auto from = source.from_row(strip.kk).from_column(strip.col);
   strips.template multiply<typename AheadOf<Micro, S>::Rows>(
-      a.data, a.row_stride, rows, place(from, 0, 0), strip.depth, strip.cols,
-      c.after(strip.kk).from(0, strip.col), strips_ahead(source, walk, SourceRows::kAlongK),
+      a.data + strip.kk, a.row_stride, rows, place(from, 0, 0), strip.depth, strip.cols,
+      c.after(strip.kk).from(0, strip.col), strips_ahead(source, walk, RowsOfSource::kRowsOfB),
       [&](auto* to) { Micro::strip_of_rows(from, strip.depth, strip.cols, to); });
 }
 
@@ -155,11 +165,13 @@ void multiply_strip_of_rows(Strips<Kernel>& strips, const arch::RowSource<typena
 template <class Kernel>
 void multiply_rows_by_columns(Scratch& scratch, const arch::RowSource<typename Kernel::Compute>& a,
                               index_t rows, const AnyRows& b, index_t k, index_t cols, const arch::SumRows& c) {
-  constexpr index_t kDepth = arch::kStripDepth<typename Kernel::Compute>;
+  using E = typename Kernel::Compute;
   Strips<Kernel> strips(scratch);
-  b.visit([&](const auto& source) {
-    for (StripWalk<Order::kAlongK> walk(k, cols, kDepth); !walk.done(); walk.advance()) {
-      multiply_strip_of_rows(strips, a.from_column(walk.here().kk), rows, source, walk, c);
+  b.visit([&]<class S>(const arch::RowSource<S>& source) {
+    using Ahead = typename AheadOf<typename Kernel::Microkernel, S>::Rows;
+    const StripsAlongK order(k, cols, arch::kStripDepth<E>, most_depth<E, Ahead>(source, k));
+    for (StripWalk walk(order); !walk.done(); walk.advance()) {
+      multiply_strip_of_rows(strips, a, rows, source, walk, c);
     }
   });
 }
@@ -168,14 +180,15 @@ void multiply_rows_by_columns(Scratch& scratch, const arch::RowSource<typename K
 template <class Kernel>
 void multiply_rows_by_blocks(Scratch& scratch, const AnyRows& a, index_t rows, const AnyRows& b, index_t k,
                              index_t cols, const arch::SumRows& c) {
-  const index_t depth = strip_depth(k, arch::kStripDepth<typename Kernel::Compute>);
+  const index_t depth = even_part(k, ceil_div(k, arch::kStripDepth<typename Kernel::Compute>));
   Strips<Kernel> strips(scratch);
   for (index_t kk = 0; kk < k; kk += depth) {
     const index_t here = std::min(depth, k - kk);
     const auto a_block = strip_rows<Kernel>(scratch, a.from(0, kk), rows, here);
     const index_t left = b.col_stride() == 1 ? k - kk : here;  // a copy is of one block
     with_adjacent_rows<Kernel>(scratch, b.from(kk, 0), here, cols, [&](const auto& source) {
-      for (StripWalk<Order::kAcross> walk(left, cols, here); !walk.done() && walk.here().kk == 0;
+      // Of the rest of K this block only: A's next is not there yet. B's next is announced.
+      for (StripWalk walk(StripsAcross{left, cols, here}); !walk.done() && walk.here().kk == 0;
            walk.advance()) {
         multiply_strip_of_rows(strips, a_block, rows, source, walk, c.after(kk));
       }
@@ -215,7 +228,6 @@ void multiply_columns(Scratch& scratch, const typename Kernel::Compute* x, index
                       index_t all_tokens, const AnyRows& w, index_t out, index_t k, const arch::SumRows& c) {
   using Micro = typename Kernel::Microkernel;
   using E = typename Kernel::Compute;
-  constexpr index_t kDepth = arch::kStripDepth<E>;
   if constexpr (DotsInPlace<Kernel>) {
     if (all_tokens <= Micro::kInPlaceTokens && k >= arch::kLongDot) {
       return with_adjacent_rows<Kernel>(scratch, w, out, k, [&]<class S>(const arch::RowSource<S>& source) {
@@ -227,12 +239,14 @@ void multiply_columns(Scratch& scratch, const typename Kernel::Compute* x, index
   }
   Strips<Kernel> strips(scratch);
   with_adjacent_rows<Kernel>(scratch, w, out, k, [&]<class S>(const arch::RowSource<S>& source) {
-    for (StripWalk<Order::kAlongK> walk(k, out, kDepth); !walk.done(); walk.advance()) {
+    using Ahead = typename AheadOf<Micro, S>::Columns;
+    const StripsAlongK order(k, out, arch::kStripDepth<E>, most_depth<E, Ahead>(source, k));
+    for (StripWalk walk(order); !walk.done(); walk.advance()) {
       const Strip& strip = walk.here();
       const auto from = source.from_row(strip.col).from_column(strip.kk);
-      strips.template multiply<typename AheadOf<Micro, S>::Columns>(
+      strips.template multiply<Ahead>(
           x + strip.kk, x_stride, tokens, place(from, 0, 0), strip.depth, strip.cols,
-          c.after(strip.kk).from(0, strip.col), strips_ahead(source, walk, SourceRows::kColumns),
+          c.after(strip.kk).from(0, strip.col), strips_ahead(source, walk, RowsOfSource::kColumnsOfB),
           [&](auto* to) { Micro::strip_of_columns(from, strip.cols, strip.depth, to); });
     }
   });
