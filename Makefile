@@ -164,7 +164,7 @@ $(BIN)/cmake -S . -B $(BUILD) -G Ninja -DAMX_SFT_MOE_NVTX_INCLUDE="$(NVTX_INCLUD
 AMX_SFT_MOE_REQUIRE_ALL="$(REQUIRE_ALL)" $(BIN)/ctest --test-dir $(BUILD) -C full -L $@ --verbose
 endef
 
-# The first release with nvtx3.hpp: what CUDA 13.0 has too.
+# The wheel's first release has nvtx3.hpp 1.0, as CUDA 13.0 has.
 matrix: export AMX_SFT_MOE_OLDEST_NVTX = $(abspath $(VENV))/oldest-nvtx/nvidia/cu13/include
 matrix: $(VENV)/onednn
 	@[ -e "$(AMX_SFT_MOE_OLDEST_NVTX)/nvtx3/nvtx3.hpp" ] || \

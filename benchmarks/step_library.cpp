@@ -1,8 +1,6 @@
 // Steps of the operator as a shared library, for compare_steps.py: compiled against the headers of one source tree and
 // loaded beside that of another. Both work on the layer that one of them made, so that neither has better memory.
 #include <chrono>
-#include <cstdint>
-#include <memory>
 
 #include "amx_sft_moe/amx_sft_moe.hpp"
 #include "layer.hpp"

@@ -2,7 +2,7 @@
 # more with kernel onednn where that is given. Says which compilers are absent, and fails where one of those that the
 # README names is and AMX_SFT_MOE_REQUIRE_ALL=1 is in the environment.
 # cmake -DSOURCE=... -DWORK=... [-DONEDNN_INCLUDE=... -DONEDNN_LIBRARY=...] [-DNVTX_INCLUDE=...] -P matrix.cmake
-# AMX_SFT_MOE_OLDEST_NVTX in the environment: the folder of the first release of nvtx3.hpp, compiled with too.
+# AMX_SFT_MOE_OLDEST_NVTX in the environment: the folder of an nvtx3.hpp 1.0, compiled with too.
 cmake_minimum_required(VERSION 3.24)
 set(compilers g++-12 g++-13 g++-14 clang++-16 clang++-17 clang++-18 clang++-19)
 set(required g++-12 clang++-16 clang++-19)

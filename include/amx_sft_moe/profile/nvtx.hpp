@@ -45,8 +45,8 @@ inline const RegisteredString& registered(PhaseGroup group) {
 }
 
 // One range at a time on the thread that owns it; open() closes what was open, the destructor too, so that
-// ranges stay balanced when an exception passes. By scoped_range_in, which every release of nvtx3.hpp has; functions that
-// push and pop came with 1.1.
+// ranges stay balanced when an exception passes. By scoped_range_in, which nvtx3.hpp has had since 1.0, as CUDA 13.0
+// brings it; functions that push and pop are of later releases.
 class Range {
  public:
   Range() = default;
@@ -57,18 +57,13 @@ class Range {
 
   template <class Name>
   void open(Name name) {
-    emplace(registered(name));
+    range_.emplace(::nvtx3::v1::event_attributes{registered(name)});
   }
   // A driver's own range, such as forward_only around the passes that it times.
-  void open(const char* name) { emplace(name); }
+  void open(const char* name) { range_.emplace(::nvtx3::v1::event_attributes{name}); }
   void close() { range_.reset(); }
 
  private:
-  void emplace(const auto& name) {
-    close();
-    range_.emplace(::nvtx3::v1::event_attributes{name});
-  }
-
   std::optional<::nvtx3::v1::scoped_range_in<Domain>> range_;
 };
 
