@@ -71,9 +71,14 @@ class GemmColumns : public testing::Test {
     std::vector<W> copy(static_cast<std::size_t>((e.k + 1) * stride), from_float<W>(std::nanf("")));
     for (index_t t = 0; t < e.k; ++t) std::copy_n(a_.data() + t * kMostK, e.rows, copy.data() + t * stride);
     const arch::RowSource<W> factor{copy.data(), stride, 1, nullptr};
+    return tn<1>(e, rows_of_b, {{{factor, nullptr}}});
+  }
+  template <std::size_t N>
+  std::vector<float> tn(const Extents& e, const gemm::AnyRows& rows_of_b,
+                        const std::array<gemm::Factor, N>& factors) {
     return result(e.rows, e.cols, [&](auto& thread, auto&& epilogue) {
       const auto b = gemm::pack_tokens<Kernel>(thread, rows_of_b, e.k, e.cols);
-      gemm::gemm_tn<Kernel>(thread, e.rows, std::array<gemm::Factor, 1>{{{factor, nullptr}}}, b, epilogue);
+      gemm::gemm_tn<Kernel>(thread, e.rows, factors, b, epilogue);
     });
   }
 
@@ -106,6 +111,12 @@ std::vector<Extents> all_extents(std::initializer_list<index_t> deep) {
   for (const index_t rows : {1, 2, 3, 4, 5, 6, 7, 8, 9, 13, 33}) {
     for (const index_t k : {1, 2, 3, 4, 5, 7, 8, 9, 16, 17, 19, 40}) {
       for (const index_t cols : {1, 15, 33, 97}) all.push_back({rows, k, cols});
+    }
+  }
+  // Blocks of C of gemm_tn with few tokens: one, one and a rest of either kind, several.
+  for (const index_t rows : {15, 16, 17, 64, 65}) {
+    for (const index_t k : {1, 2, 11, 16, 17}) {
+      for (const index_t cols : {255, 256, 257, 600}) all.push_back({rows, k, cols});
     }
   }
   for (const index_t rows : {1, 13, 49}) {
@@ -144,8 +155,9 @@ TYPED_TEST(GemmColumns, TnIsExact) {
   }
 }
 
-// Several whole strips, one along K and more.
-constexpr Extents kSeveralStrips[] = {{13, 129, 200}, {13, 356, 128}, {49, 530, 200}, {13, 1100, 128}};
+// Several whole strips, one along K and more; several blocks of few tokens.
+constexpr Extents kSeveralStrips[] = {{13, 129, 200},  {13, 356, 128}, {49, 530, 200},
+                                      {13, 1100, 128}, {40, 11, 300},  {17, 16, 513}};
 
 // B's rows as an index has them, here from the last to the first: an expert's tokens.
 TYPED_TEST(GemmColumns, RowsOfBMayBeGathered) {
@@ -163,6 +175,21 @@ TYPED_TEST(GemmColumns, RowsOfBMayBeGathered) {
   }
 }
 
+// Two factors of one x, that of gate and that of up where they share LoRA's A.
+TYPED_TEST(GemmColumns, FactorsAreSummed) {
+  for (const Extents& e : {Extents{16, 7, 300}, {40, 16, 513}, {9, 17, 97}, {16, 40, 300}}) {
+    const auto b = this->rows_of_b(e.k, e.cols);
+    const auto first = this->rows_of_a(e.k, e.rows);
+    const auto second = gemm::AnyRows(first).from(41, 0);
+    const auto c = this->template tn<2>(e, b, {{{first, nullptr}, {second, nullptr}}});
+    this->expect_exact(c, e, [&](index_t row, index_t col) {
+      float sum = 0;
+      for (index_t t = 0; t < e.k; ++t) sum += (this->a(t, row) + this->a(t + 41, row)) * this->b(t, col);
+      return sum;
+    });
+  }
+}
+
 // B^T in memory: strips are made from a copy.
 TYPED_TEST(GemmColumns, ColumnsOfBMayBeStrided) {
   for (const Extents& e : kSeveralStrips) {
@@ -173,6 +200,11 @@ TYPED_TEST(GemmColumns, ColumnsOfBMayBeStrided) {
     this->expect_exact(c, e, [&](index_t row, index_t col) {
       float sum = 0;
       for (index_t k = 0; k < e.k; ++k) sum += this->a(row, k) * to_float(this->b_[col * stride + k]);
+      return sum;
+    });
+    this->expect_exact(this->tn(e, b), e, [&](index_t row, index_t col) {
+      float sum = 0;
+      for (index_t t = 0; t < e.k; ++t) sum += this->a(t, row) * to_float(this->b_[col * stride + t]);
       return sum;
     });
   }
@@ -190,6 +222,11 @@ TYPED_TEST(GemmColumns, BMayBeFp32) {
     this->expect_exact(c, e, [&](index_t row, index_t col) {
       float sum = 0;
       for (index_t k = 0; k < e.k; ++k) sum += this->a(row, k) * this->b(k, col);
+      return sum;
+    });
+    this->expect_exact(this->tn(e, b), e, [&](index_t row, index_t col) {
+      float sum = 0;
+      for (index_t t = 0; t < e.k; ++t) sum += this->a(t, row) * this->b(t, col);
       return sum;
     });
   }

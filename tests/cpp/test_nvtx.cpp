@@ -142,6 +142,18 @@ TEST_F(NvtxTest, ADriversOwnRangeIsAroundAll) {
   for (const std::string& name : names.at(1)) EXPECT_TRUE(is_group(name)) << name;
 }
 
+// Not when the timer goes, after whatever follows the region.
+TEST_F(NvtxTest, ARangeEndsWithItsRegion) {
+  amx_sft_moe::StepRecord record;
+  amx_sft_moe::StepTimer timer(record, 1, 1, amx_sft_moe::now_ns(), amx_sft_moe::Phase::kRoute);
+  timer.start_region(amx_sft_moe::PhaseGroup::kBackwardDown, 1);
+  ASSERT_FALSE(events().empty());
+  EXPECT_TRUE(events().back().push);
+  timer.end_region();
+  EXPECT_FALSE(events().back().push);
+  names_by_depth(events());
+}
+
 TEST_F(NvtxTest, BalancedWhenATaskThrows) {
   amx_sft_moe::StepRecord record;
   auto step = [&record] {

@@ -242,13 +242,40 @@ TokenRows<Kernel> pack_tokens(ThreadContext<Kernel>& thread, const AnyRows& b, i
   return pack_tokens<Kernel>(thread, b, tokens, tokens, cols);
 }
 
+// gemm_tn of few tokens, `factors` [rows, tokens]: B is read where it lies, and C leaves block by block while it is in L1.
+template <class Kernel, std::size_t Factors, class Epilogue>
+void products_in_place(ThreadContext<Kernel>& thread, index_t rows,
+                       const std::array<arch::RowSource<typename Kernel::Compute>, Factors>& factors,
+                       const TokenRows<Kernel>& b, Epilogue&& epilogue) {
+  constexpr index_t kRows = arch::kGradBlockRows;
+  constexpr index_t kCols = arch::kGradBlockCols;
+  const index_t stride = strips_stride(kCols);
+  float* c = thread.scratch.c_blocks.template as<float>(kRows * stride);
+  const auto add_product = [&](const Block& block, const auto& factor, const auto& source, bool fresh) {
+    Kernel::Microkernel::multiply_in_place(factor.row(block.row), factor.row_stride, block.rows,
+                                           source.from_column(block.col), b.tokens, block.cols,
+                                           {c, stride, fresh});
+  };
+  with_adjacent_rows<Kernel>(thread.scratch, b.rows, b.tokens, b.cols, [&](const auto& source) {
+    // Along C's rows first, which are a page or more each.
+    for (index_t row = 0; row < rows; row += kRows) {
+      for (index_t col = 0; col < b.cols; col += kCols) {
+        const Block block{row, std::min(kRows, rows - row), col, std::min(kCols, b.cols - col), c, stride};
+        for (std::size_t f = 0; f < Factors; ++f) add_product(block, factors[f], source, f == 0);
+        epilogue(block);
+      }
+    }
+  });
+}
+
 // The A of one product of gemm_tn: [tokens, rows], each row times its weight where `weights` is not null.
 struct Factor {
   AnyRows rows;
   const float* weights = nullptr;
 };
 
-// C [rows, cols] = sum over the factors of factor^T x B. No rows, such as those of a factor of rank 0: nothing.
+// C [rows, cols] = sum over the factors of factor^T x B, of one token or more. No rows, such as those of a factor of rank
+// 0: nothing.
 template <class Kernel, std::size_t Factors, class Epilogue>
 void gemm_tn(ThreadContext<Kernel>& thread, index_t rows, const std::array<Factor, Factors>& factors,
              const TokenRows<Kernel>& b, Epilogue&& epilogue) {
@@ -263,6 +290,11 @@ void gemm_tn(ThreadContext<Kernel>& thread, index_t rows, const std::array<Facto
                                                  padded);
     });
     transposed[f] = {free, padded, 1, nullptr};
+  }
+  if constexpr (SumsInPlace<Kernel>) {
+    if (b.tokens <= arch::kFewTokens && rows <= arch::kFewFactorRows) {
+      return products_in_place<Kernel>(thread, rows, transposed, b, epilogue);
+    }
   }
   if constexpr (MultipliesStrips<Kernel>) {
     std::array<NnTerm, Factors> terms;
