@@ -10,9 +10,10 @@ should run meanwhile. On two cores, by the times of peers.jsonl: some ten minute
 has 2048 too; several times as long without AVX512.
 
 A line meets its targets where our step is at most TARGETS' share of the fastest rival's and shorter than that
-of kt-kernel with an int8 base, which is no rival otherwise: it computes something else. A rival that is not
-there (not installed, or not for this CPU) is not compared with. Where the CPU has no bf16 products, torch in
-fp32 is a rival too, with the same numbers: it is several times as fast there as torch in bf16.
+of kt-kernel with an int8 base, which is no rival otherwise: it computes something else. Where the machine's
+limit alone is more than that share of the rival's time no program meets it: "beyond the limit". A rival that
+is not there (not installed, or not for this CPU) is not compared with. Where the CPU has no bf16 products,
+torch in fp32 is a rival too, with the same numbers: it is several times as fast there as torch in bf16.
 """
 
 from __future__ import annotations
@@ -75,9 +76,11 @@ class Run(NamedTuple):
 
 
 class Verdict(NamedTuple):
-    """Our step over the fastest rival's, what that may be, and over kt-kernel's with int8; None: not there."""
+    """Our step, and the machine's limit, over the fastest rival's, what that may be, and our step over
+    kt-kernel's with int8; None: not there."""
 
     ratio: float | None
+    limit: float | None
     target: float
     over_int8: float | None
 
@@ -85,8 +88,9 @@ class Verdict(NamedTuple):
     def word(self) -> str:
         if self.ratio is None:
             return ""
-        met = self.ratio <= self.target and (self.over_int8 is None or self.over_int8 < 1)
-        return "met" if met else "missed"
+        if self.ratio <= self.target and (self.over_int8 is None or self.over_int8 < 1):
+            return "met"
+        return "beyond the limit" if self.limit is not None and self.limit > self.target else "missed"
 
 
 def runs(quick: bool = False, everything: bool = False) -> list[Run]:
@@ -108,14 +112,15 @@ def target_of(tokens: int) -> float:
     return next((share for most, share in TARGETS.items() if tokens <= most), TARGETS[max(TARGETS)])
 
 
-def over_fastest_rival(rows: Rows, name: str) -> float | None:
+def over_fastest_rival(rows: Rows, name: str, time: str = "step_ms") -> float | None:
     steps = [rows[rival]["step_ms"] for rival in RIVALS if rival in rows]
-    return rows[name]["step_ms"] / min(steps) if steps and name in rows else None
+    return rows[name][time] / min(steps) if steps and name in rows else None
 
 
 def verdict(rows: Rows, tokens: int) -> Verdict:
     over_int8 = rows["ours"]["step_ms"] / rows[INT8]["step_ms"] if INT8 in rows else None
-    return Verdict(over_fastest_rival(rows, "ours"), target_of(tokens), over_int8)
+    limit = over_fastest_rival(rows, "ours", "limit_ms")
+    return Verdict(over_fastest_rival(rows, "ours"), limit, target_of(tokens), over_int8)
 
 
 def read(path: Path) -> dict[Key, Rows]:
@@ -156,15 +161,15 @@ def table(found: dict[Key, Rows]) -> str:
     """Markdown: a step of each candidate in ms, ours beside the targets, ours' share of the limit."""
     names = [name for name in COLOURS if any(name in rows for rows in found.values())]
     titles = ["layer", "routing", "T", *names, "ours / fastest rival", "target", f"ours / {INT8}", "verdict"]
-    titles.append("of the limit")
+    titles += ["of the limit", "limit / rival"]
     lines = ["| " + " | ".join(titles) + " |", "| " + "--- | " * len(titles)]
     for (shape, routing, tokens), rows in found.items():
         steps = [f"{rows[n]['step_ms']:.4g}" if n in rows else "" for n in names]
         found_here = verdict(rows, tokens)
         ratio = f"**{found_here.ratio:.2f}**" if found_here.ratio is not None else ""
         judged = [ratio, cell(found_here.target), cell(found_here.over_int8), found_here.word]
-        share = cell(rows["ours"]["of_limit"])
-        lines.append("| " + " | ".join([shape, routing, str(tokens), *steps, *judged, share]) + " |")
+        limit = [cell(rows["ours"]["of_limit"]), cell(found_here.limit)]
+        lines.append("| " + " | ".join([shape, routing, str(tokens), *steps, *judged, *limit]) + " |")
     return "\n".join(line.rstrip() for line in lines)
 
 
@@ -185,7 +190,8 @@ def summary(found: dict[Key, Rows]) -> str:
     main = {key[2]: rows for key, rows in found.items() if key[:2] == (MAIN, "uniform")}
     fresh = [f"T = {t} {cell(over_fastest_rival(rows, 'ours-fresh'))}" for t, rows in main.items()]
     lines = [
-        f"verdicts: {words.count('met')} met, {words.count('missed')} missed",
+        f"verdicts: {words.count('met')} met, {words.count('missed')} missed, "
+        f"{words.count('beyond the limit')} beyond the limit",
         f"ours-fresh / fastest rival, {MAIN}: {', '.join(fresh)}",
         backward_over_forward(found, "ours"),
         backward_over_forward(found, "ours-fresh"),

@@ -45,7 +45,9 @@ class GemmColumns : public testing::Test {
   // C, once its memory has been NaN.
   template <class Run>
   std::vector<float> result(index_t rows, index_t cols, Run&& run) {
-    const index_t floats = (rows + arch::kPanelCols) * (gemm::strips_stride(cols) + arch::kPanelCols);
+    const index_t block = arch::kFactorBlockRows * gemm::strips_stride(arch::kFactorBlockCols);
+    const index_t floats =
+        std::max(block, (rows + arch::kPanelCols) * (gemm::strips_stride(cols) + arch::kPanelCols));
     std::fill_n(scratch_.c_blocks.template as<float>(floats), floats, std::nanf(""));
     std::vector<float> c(static_cast<std::size_t>(rows * cols), std::nanf(""));
     gemm::ThreadContext<Kernel> thread(scratch_);
@@ -156,8 +158,8 @@ TYPED_TEST(GemmColumns, TnIsExact) {
 }
 
 // Several whole strips, one along K and more; several blocks of few tokens.
-constexpr Extents kSeveralStrips[] = {{13, 129, 200},  {13, 356, 128}, {49, 530, 200},
-                                      {13, 1100, 128}, {40, 11, 300},  {17, 16, 513}};
+constexpr Extents kSeveralStrips[] = {{13, 129, 200}, {13, 356, 128}, {49, 530, 200}, {13, 1100, 128},
+                                      {40, 11, 300},  {17, 16, 513},  {17, 7, 300}};
 
 // B's rows as an index has them, here from the last to the first: an expert's tokens.
 TYPED_TEST(GemmColumns, RowsOfBMayBeGathered) {
@@ -175,22 +177,27 @@ TYPED_TEST(GemmColumns, RowsOfBMayBeGathered) {
   }
 }
 
-// Two factors of one x, that of gate and that of up where they share LoRA's A.
+// Two factors of one x, that of gate and that of up where they share LoRA's A, one of them with a weight for each token.
 TYPED_TEST(GemmColumns, FactorsAreSummed) {
   for (const Extents& e : {Extents{16, 7, 300}, {40, 16, 513}, {9, 17, 97}, {16, 40, 300}}) {
     const auto b = this->rows_of_b(e.k, e.cols);
     const auto first = this->rows_of_a(e.k, e.rows);
     const auto second = gemm::AnyRows(first).from(41, 0);
-    const auto c = this->template tn<2>(e, b, {{{first, nullptr}, {second, nullptr}}});
+    std::vector<float> weights;
+    for (index_t t = 0; t < e.k; ++t) weights.push_back(t % 3 == 0 ? 2.0F : 1.0F);
+    const auto c = this->template tn<2>(e, b, {{{first, nullptr}, {second, weights.data()}}});
     this->expect_exact(c, e, [&](index_t row, index_t col) {
       float sum = 0;
-      for (index_t t = 0; t < e.k; ++t) sum += (this->a(t, row) + this->a(t + 41, row)) * this->b(t, col);
+      for (index_t t = 0; t < e.k; ++t) {
+        const float weight = weights[static_cast<std::size_t>(t)];
+        sum += (this->a(t, row) + weight * this->a(t + 41, row)) * this->b(t, col);
+      }
       return sum;
     });
   }
 }
 
-// B^T in memory: strips are made from a copy.
+// B^T in memory: products are made from a copy.
 TYPED_TEST(GemmColumns, ColumnsOfBMayBeStrided) {
   for (const Extents& e : kSeveralStrips) {
     const index_t stride = e.k + 3;
@@ -247,6 +254,28 @@ TYPED_TEST(GemmColumns, AnInfinityInTheLastRowStaysOne) {
       for (index_t row = 0; row < rows; ++row) {
         EXPECT_EQ(INFINITY, c[static_cast<std::size_t>(row * kCols + kAt)]) << rows << " x " << k;
       }
+    }
+  }
+}
+
+// Nor what lies behind B, of which gemm_tn has as many rows as there are tokens.
+TYPED_TEST(GemmColumns, TokensBehindTheLastAreNotRead) {
+  constexpr index_t kCols = 33;
+  using Weight = typename TypeParam::Weight;
+  for (const index_t rows : {1, 8, 13, 40}) {
+    for (const index_t k : {1, 3, 7, 11, 35}) {
+      const Extents e{rows, k, kCols};
+      const auto b = this->rows_of_b(k, kCols);
+      const auto behind = this->b_.data() + k * this->b_stride_;
+      const std::vector<Weight> before(behind, behind + kCols);
+      std::fill_n(behind, kCols, from_float<Weight>(std::nanf("")));
+      const auto c = this->tn(e, b);
+      std::copy(before.begin(), before.end(), behind);
+      this->expect_exact(c, e, [&](index_t row, index_t col) {
+        float sum = 0;
+        for (index_t t = 0; t < k; ++t) sum += this->a(t, row) * this->b(t, col);
+        return sum;
+      });
     }
   }
 }

@@ -145,12 +145,14 @@ TEST_F(NvtxTest, ADriversOwnRangeIsAroundAll) {
 // Not when the timer goes, after whatever follows the region.
 TEST_F(NvtxTest, ARangeEndsWithItsRegion) {
   amx_sft_moe::StepRecord record;
-  amx_sft_moe::StepTimer timer(record, 1, 1, amx_sft_moe::now_ns(), amx_sft_moe::Phase::kRoute);
-  timer.start_region(amx_sft_moe::PhaseGroup::kBackwardDown, 1);
-  ASSERT_FALSE(events().empty());
-  EXPECT_TRUE(events().back().push);
-  timer.end_region();
-  EXPECT_FALSE(events().back().push);
+  {
+    amx_sft_moe::StepTimer timer(record, 1, 1, amx_sft_moe::now_ns(), amx_sft_moe::Phase::kRoute);
+    timer.start_region(amx_sft_moe::PhaseGroup::kBackwardDown, 1);
+    ASSERT_FALSE(events().empty());
+    EXPECT_TRUE(events().back().push);
+    timer.end_region();
+    EXPECT_FALSE(events().back().push);
+  }
   names_by_depth(events());
 }
 

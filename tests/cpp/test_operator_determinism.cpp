@@ -24,6 +24,7 @@ inline constexpr Case kCasesOfThreads[] = {
     {"shared_a", 20, 2, 3, 48, 64, {8, 8, 8}, kDistinct, true},
     {"many_experts", 9, 2, 32, 32, 17, {4, 4, 4}},
     {"columns_cut_by_threads", 24, 2, 8, 1100, 600, {4, 4, 4}},  // tasks of 1024, 512 and 256 columns
+    {"few_tokens_wide_ranks", 24, 4, 8, 700, 300, {20, 33, 17}},
     {"whole_strips", 150, 1, 1, 545, 290, {8, 8, 8}},
     with_trained_base({"base", 61, 3, 5, 37, 53, {7, 3, 5}, kSkewed}),
     with_trained_base({"base_in_chunks", 530, 1, 2, 8, 5, {0, 0, 0}, kOneExpert}),

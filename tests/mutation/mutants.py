@@ -102,6 +102,7 @@ _LEFT_OUT = re.compile(
     r"|ask_for_line|rows_\.(any|ask|next)\(|\bany\(\)|later_ != 0|kLeadProducts|return kUnitRows"
     # Sizes of blocks, and when B is read in place: speed only.
     r"|kStripBytes =|kStripDepth =|kFarRows =|k <= k\w*Steps|part_of_columns|parts\)|parts ="
+    r"|<= arch::kFewFactorRows|const bool rounded ="
     # Only the kernel onednn has such a plan of blocks.
     r"|uniform_plan|plan\.add\(\{0, rows, row_step"
     # Tasks that are still begun after one has failed: its error is thrown all the same.

@@ -15,10 +15,10 @@ sys.path.insert(0, str(BENCHMARKS))
 import sweep  # noqa: E402
 
 
-def rows(tokens: int = 128, **steps: float) -> dict[str, dict[str, Any]]:
+def rows(tokens: int = 128, limit: float = 10, **steps: float) -> dict[str, dict[str, Any]]:
     """Lines of peers.py, by candidate; ``torch_grouped=100``: its step in ms, of which a third is forward."""
     names = {name.replace("_", "-"): step for name, step in steps.items()}
-    about = {"shape": sweep.MAIN, "routing": "uniform", "tokens": tokens, "of_limit": 0.5, "limit_ms": 10.0}
+    about = {"shape": sweep.MAIN, "routing": "uniform", "tokens": tokens, "of_limit": 0.5, "limit_ms": limit}
     return {
         name: about | {"peer": name, "step_ms": step, "forward_ms": step / 3, "backward_ms": 2 * step / 3}
         for name, step in names.items()
@@ -53,6 +53,9 @@ def test_target_is_that_of_the_next_larger_number_of_tokens(tokens: int, target:
         ({"torch_grouped": 500, "torch_grouped_fp32": 99}, "missed"),  # fp32 counts where it was run
         ({"torch_grouped": 500, "torch_loop_fp32": 99}, "missed"),
         ({"kt_int8": 50}, ""),  # which is no rival otherwise
+        ({"torch_grouped": 90, "limit": 37}, "beyond the limit"),
+        ({"torch_grouped": 90, "limit": 36}, "missed"),
+        ({"torch_grouped": 100, "limit": 41}, "met"),  # a limit that was measured too low
     ],
 )
 def test_verdict(steps: dict[str, float], word: str) -> None:
@@ -127,11 +130,12 @@ def test_table_and_summary(tmp_path: Path) -> None:
         "0.40",
         "0.50",
         "met",
-        "0.50 |",
+        "0.50",
+        "0.10 |",
     ]
-    assert many.split(" | ")[-5:] == ["**0.46**", "0.45", "", "missed", "0.50 |"]
+    assert many.split(" | ")[-6:] == ["**0.46**", "0.45", "", "missed", "0.50", "0.10 |"]
     text = sweep.summary(found)
-    assert "1 met, 1 missed" in text
+    assert "1 met, 1 missed, 0 beyond the limit" in text
     assert "T = 8 0.47" in text
     assert "backward / forward of ours: 2.00 to 2.00, above 1.4: qwen3-30b-a3b uniform T = 8 2.00" in text
 

@@ -134,6 +134,9 @@ inline constexpr std::array kCases = {
     with_biases({"biases_one_of_everything", 1, 1, 1, 1, 1, {1, 1, 1}}),
     with_biases({"biases_no_tokens", 0, 2, 4, 32, 48, {4, 4, 4}}),
     with_biases({"biases_idle_experts", 16, 2, 8, 32, 48, {8, 8, 8}, kIdleExperts}),
+    // Gradients in several blocks of rows and of columns, of few tokens.
+    with_biases(
+        {"biases_few_rows_wide_ranks", 64, 2, 16, 601, 37, {33, 17, 20}, kDistinct, false, kSilu, false}),
     with_biases({"biases_rows_131", 131, 1, 1, 33, 48, {5, 5, 5}}),
     with_biases({"gpt_oss_like", 40, 4, 8, 90, 90, {16, 16, 16}, kDistinct, true, kClamped}),
     // Gradients of the base weights: tails of every dimension, more rows than one sum takes, more rows and columns

@@ -6,10 +6,12 @@
 //
 // Sums of products (LoRA beside base, gate beside up) are several terms of one call and round once.
 //
-// Kernels of tiles (AMX, oneDNN) go through gemm/blocks.hpp, kernels of strips through gemm/strips.hpp.
+// Kernels of tiles (AMX, oneDNN) go through gemm/blocks.hpp, kernels of strips through gemm/strips.hpp, but for gemm_tn of
+// few tokens.
 #pragma once
 
 #include <algorithm>
+#include <type_traits>
 
 #include "amx_sft_moe/gemm/blocks.hpp"
 #include "amx_sft_moe/gemm/strips.hpp"
@@ -242,13 +244,21 @@ TokenRows<Kernel> pack_tokens(ThreadContext<Kernel>& thread, const AnyRows& b, i
   return pack_tokens<Kernel>(thread, b, tokens, tokens, cols);
 }
 
+// Whether gemm_tn with so many rows reads B where it lies. What has to be rounded is rounded once for a strip, in place for
+// every few rows anew.
+template <SumsInPlace Kernel>
+bool tokens_in_place(index_t rows, const TokenRows<Kernel>& b) {
+  const bool rounded = std::is_same_v<typename Kernel::Compute, bf16> && b.rows.dtype() == DType::kFp32;
+  return rows <= arch::kFewFactorRows && b.tokens <= (rounded ? arch::kFewSteps : arch::kFewTokens);
+}
+
 // gemm_tn of few tokens, `factors` [rows, tokens]: B is read where it lies, and C leaves block by block while it is in L1.
 template <class Kernel, std::size_t Factors, class Epilogue>
-void products_in_place(ThreadContext<Kernel>& thread, index_t rows,
-                       const std::array<arch::RowSource<typename Kernel::Compute>, Factors>& factors,
-                       const TokenRows<Kernel>& b, Epilogue&& epilogue) {
-  constexpr index_t kRows = arch::kGradBlockRows;
-  constexpr index_t kCols = arch::kGradBlockCols;
+void product_in_place(ThreadContext<Kernel>& thread, index_t rows,
+                      const std::array<arch::RowSource<typename Kernel::Compute>, Factors>& factors,
+                      const TokenRows<Kernel>& b, Epilogue&& epilogue) {
+  constexpr index_t kRows = arch::kFactorBlockRows;
+  constexpr index_t kCols = arch::kFactorBlockCols;
   const index_t stride = strips_stride(kCols);
   float* c = thread.scratch.c_blocks.template as<float>(kRows * stride);
   const auto add_product = [&](const Block& block, const auto& factor, const auto& source, bool fresh) {
@@ -257,7 +267,6 @@ void products_in_place(ThreadContext<Kernel>& thread, index_t rows,
                                            {c, stride, fresh});
   };
   with_adjacent_rows<Kernel>(thread.scratch, b.rows, b.tokens, b.cols, [&](const auto& source) {
-    // Along C's rows first, which are a page or more each.
     for (index_t row = 0; row < rows; row += kRows) {
       for (index_t col = 0; col < b.cols; col += kCols) {
         const Block block{row, std::min(kRows, rows - row), col, std::min(kCols, b.cols - col), c, stride};
@@ -292,9 +301,7 @@ void gemm_tn(ThreadContext<Kernel>& thread, index_t rows, const std::array<Facto
     transposed[f] = {free, padded, 1, nullptr};
   }
   if constexpr (SumsInPlace<Kernel>) {
-    if (b.tokens <= arch::kFewTokens && rows <= arch::kFewFactorRows) {
-      return products_in_place<Kernel>(thread, rows, transposed, b, epilogue);
-    }
+    if (tokens_in_place(rows, b)) return product_in_place(thread, rows, transposed, b, epilogue);
   }
   if constexpr (MultipliesStrips<Kernel>) {
     std::array<NnTerm, Factors> terms;

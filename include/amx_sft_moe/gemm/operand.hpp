@@ -52,6 +52,7 @@ class AnyRows {
     const bool fits = dtype_ == kDTypeOf<E> && col_stride_ == 1 && row_index_ == nullptr;
     return fits ? static_cast<const E*>(data_) : nullptr;
   }
+  DType dtype() const { return dtype_; }
   index_t row_stride() const { return row_stride_; }
   index_t col_stride() const { return col_stride_; }
 
