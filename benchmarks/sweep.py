@@ -5,9 +5,9 @@ of each line and whether it met them, a picture.
 
 Runs peers.py in a process of its own for each line and appends its JSON lines to run.jsonl; what stands there
 already is not run again, so an interrupted sweep goes on. `--redraw` only makes table and picture. Nothing else
-should run meanwhile. On two cores, by the times of peers.jsonl: some ten minutes for the main layer alone
-(`--quick`), three quarters of an hour for all layers at T = 8, 128 and 512, as much again with `--all`, which
-has 2048 too; several times as long without AVX512.
+should run meanwhile. On two cores some ten minutes for the main layer alone (`--quick`), half an hour to three
+quarters for all layers at T = 8, 128 and 512, as much again with `--all`, which has 2048 too; several times as
+long without AVX512.
 
 A line meets its targets where our step is at most TARGETS' share of the fastest rival's and shorter than that
 of kt-kernel with an int8 base, which is no rival otherwise: it computes something else. Where the machine's
@@ -88,7 +88,9 @@ class Verdict(NamedTuple):
     def word(self) -> str:
         if self.ratio is None:
             return ""
-        if self.ratio <= self.target and (self.over_int8 is None or self.over_int8 < 1):
+        if self.over_int8 is not None and self.over_int8 >= 1:
+            return "missed"
+        if self.ratio <= self.target:
             return "met"
         return "beyond the limit" if self.limit is not None and self.limit > self.target else "missed"
 
@@ -158,7 +160,7 @@ def cell(value: float | None) -> str:
 
 
 def table(found: dict[Key, Rows]) -> str:
-    """Markdown: a step of each candidate in ms, ours beside the targets, ours' share of the limit."""
+    """Markdown: a step of each candidate in ms, ours beside the targets and the limit, the limit beside a rival."""
     names = [name for name in COLOURS if any(name in rows for rows in found.values())]
     titles = ["layer", "routing", "T", *names, "ours / fastest rival", "target", f"ours / {INT8}", "verdict"]
     titles += ["of the limit", "limit / rival"]

@@ -45,7 +45,7 @@ class GemmColumns : public testing::Test {
   // C, once its memory has been NaN.
   template <class Run>
   std::vector<float> result(index_t rows, index_t cols, Run&& run) {
-    const index_t block = arch::kFactorBlockRows * gemm::strips_stride(arch::kFactorBlockCols);
+    const index_t block = arch::kFactorBlockRows * gemm::strips_stride(arch::kFactorBlockSums);
     const index_t floats =
         std::max(block, (rows + arch::kPanelCols) * (gemm::strips_stride(cols) + arch::kPanelCols));
     std::fill_n(scratch_.c_blocks.template as<float>(floats), floats, std::nanf(""));
@@ -129,7 +129,9 @@ std::vector<Extents> all_extents(std::initializer_list<index_t> deep) {
   // Strips up to the deepest there is: 256, then 512, then 1024 steps and less.
   all.push_back({13, 2032, 264});
   // Wider than what of C stays in L1: by a few columns for one row, many times for eight.
-  for (const index_t rows : {1, 8, 9}) all.push_back({rows, 35, 6200});
+  for (const index_t rows : {1, 8, 9}) {
+    for (const index_t k : {11, 16, 35}) all.push_back({rows, k, 6200});
+  }
   return all;
 }
 
@@ -258,7 +260,7 @@ TYPED_TEST(GemmColumns, AnInfinityInTheLastRowStaysOne) {
   }
 }
 
-// Nor what lies behind B, of which gemm_tn has as many rows as there are tokens.
+// Nothing behind B's last row is read: gemm_tn has as many rows as there are tokens.
 TYPED_TEST(GemmColumns, TokensBehindTheLastAreNotRead) {
   constexpr index_t kCols = 33;
   using Weight = typename TypeParam::Weight;

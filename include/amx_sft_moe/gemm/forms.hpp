@@ -244,8 +244,8 @@ TokenRows<Kernel> pack_tokens(ThreadContext<Kernel>& thread, const AnyRows& b, i
   return pack_tokens<Kernel>(thread, b, tokens, tokens, cols);
 }
 
-// Whether gemm_tn with so many rows reads B where it lies. What has to be rounded is rounded once for a strip, in place for
-// every few rows anew.
+// Whether gemm_tn with so many rows finishes C block by block, from B where it lies. What has to be rounded is rounded once
+// for a strip, in place for every few rows anew.
 template <SumsInPlace Kernel>
 bool tokens_in_place(index_t rows, const TokenRows<Kernel>& b) {
   const bool rounded = std::is_same_v<typename Kernel::Compute, bf16> && b.rows.dtype() == DType::kFp32;
@@ -257,19 +257,21 @@ template <class Kernel, std::size_t Factors, class Epilogue>
 void product_in_place(ThreadContext<Kernel>& thread, index_t rows,
                       const std::array<arch::RowSource<typename Kernel::Compute>, Factors>& factors,
                       const TokenRows<Kernel>& b, Epilogue&& epilogue) {
-  constexpr index_t kRows = arch::kFactorBlockRows;
-  constexpr index_t kCols = arch::kFactorBlockCols;
-  const index_t stride = strips_stride(kCols);
-  float* c = thread.scratch.c_blocks.template as<float>(kRows * stride);
+  const index_t most_rows = std::min(arch::kFactorBlockRows, rows);
+  const index_t most_cols = arch::kFactorBlockSums / most_rows / arch::kStripCols * arch::kStripCols;
+  const index_t stride = strips_stride(std::min(most_cols, b.cols));
+  float* c = thread.scratch.c_blocks.template as<float>(most_rows * stride);
   const auto add_product = [&](const Block& block, const auto& factor, const auto& source, bool fresh) {
     Kernel::Microkernel::multiply_in_place(factor.row(block.row), factor.row_stride, block.rows,
                                            source.from_column(block.col), b.tokens, block.cols,
                                            {c, stride, fresh});
   };
   with_adjacent_rows<Kernel>(thread.scratch, b.rows, b.tokens, b.cols, [&](const auto& source) {
-    for (index_t row = 0; row < rows; row += kRows) {
-      for (index_t col = 0; col < b.cols; col += kCols) {
-        const Block block{row, std::min(kRows, rows - row), col, std::min(kCols, b.cols - col), c, stride};
+    for (index_t row = 0; row < rows; row += most_rows) {
+      for (index_t col = 0; col < b.cols; col += most_cols) {
+        const index_t height = std::min(most_rows, rows - row);
+        const index_t width = std::min(most_cols, b.cols - col);
+        const Block block{row, height, col, width, c, stride};
         for (std::size_t f = 0; f < Factors; ++f) add_product(block, factors[f], source, f == 0);
         epilogue(block);
       }
