@@ -160,7 +160,7 @@ def cell(value: float | None) -> str:
 
 
 def table(found: dict[Key, Rows]) -> str:
-    """Markdown: a step of each candidate in ms, ours beside the targets and the limit, the limit beside a rival."""
+    """Markdown: a step of each candidate in ms, ours beside targets and limit, the limit beside a rival."""
     names = [name for name in COLOURS if any(name in rows for rows in found.values())]
     titles = ["layer", "routing", "T", *names, "ours / fastest rival", "target", f"ours / {INT8}", "verdict"]
     titles += ["of the limit", "limit / rival"]
