@@ -45,9 +45,9 @@ class GemmColumns : public testing::Test {
   // C, once its memory has been NaN.
   template <class Run>
   std::vector<float> result(index_t rows, index_t cols, Run&& run) {
-    const index_t block = arch::kFactorBlockRows * gemm::strips_stride(arch::kFactorBlockSums);
+    const index_t factor_block = arch::kFactorBlockRows * gemm::strips_stride(arch::kFactorBlockSums);
     const index_t floats =
-        std::max(block, (rows + arch::kPanelCols) * (gemm::strips_stride(cols) + arch::kPanelCols));
+        std::max(factor_block, (rows + arch::kPanelCols) * (gemm::strips_stride(cols) + arch::kPanelCols));
     std::fill_n(scratch_.c_blocks.template as<float>(floats), floats, std::nanf(""));
     std::vector<float> c(static_cast<std::size_t>(rows * cols), std::nanf(""));
     gemm::ThreadContext<Kernel> thread(scratch_);
