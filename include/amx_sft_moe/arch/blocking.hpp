@@ -46,8 +46,8 @@ inline constexpr index_t kWaitingRows = 6;  // of A, up to which L1 is asked: mo
 // of B that pass by.
 inline constexpr index_t kSumsBytes = index_t{24} << 10;
 // Steps along K up to which any number of rows is multiplied in place: making so shallow a strip takes longer than
-// reading B once more for every few of them. Twice as many take as long either way, except in gradients of
-// LoRA's factors (kFewTokens).
+// reading B once more for every few of them. Twice as many take as long either way, except in gradients of LoRA's
+// factors (kFewTokens).
 inline constexpr index_t kFewSteps = 8;
 // Tokens up to which gemm_tn multiplies in place, and the block of C that it finishes before the next: 16 KiB of sums stay
 // in L1 until they are stored. 16 rows, for a gradient that is stored transposed is written by lines of 16 floats; of fewer
