@@ -68,9 +68,10 @@ class RowsAhead : public StripAhead {
   AMX_SFT_MOE_INLINE void next_unit() { move(kPairing<bf16>, 0, kPairing<bf16> * kStripCols); }
 };
 
-// A whole strip from rows that are its columns, 8 of them a unit, 32 bytes of each.
+// A whole strip from rows that are its columns, 8 of them a unit, 64 bytes of each: whole cache lines, for 8 rows 4 KiB
+// apart fill a set of L1, and halves left for the next unit are pushed out before it.
 class ColumnsAhead : public StripAhead {
-  static constexpr index_t kUnitRows = 8, kUnitBytes = 32;
+  static constexpr index_t kUnitRows = 8, kUnitBytes = 64;
 
  public:
   static constexpr index_t kStep = kUnitBytes / index_t{sizeof(bf16)};  // a strip's depth is a multiple of it
