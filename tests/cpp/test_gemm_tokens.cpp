@@ -76,11 +76,11 @@ class GemmTokens : public testing::Test {
     }
   }
 
-  // One strip that is not full; more than one of whatever depth, and a rest, which is made while the one before is
-  // multiplied where that can be (592), or not (531).
-  static constexpr std::array<index_t, 3> kIns{77, 531, 592};
+  // One strip that is not full; more than one of whatever depth, all but the first made while the one before is
+  // multiplied where that can be (608), all but the rest as well (592), or none (531).
+  static constexpr std::array<index_t, 4> kIns{77, 531, 592, 608};
   // Strips up to the deepest there is: 256, then 512, then 1024 steps and less.
-  static constexpr index_t kDeepIn = 2032;
+  static constexpr index_t kDeepIn = 2016;
   static constexpr index_t kMostTokens = 70, kMostIn = kDeepIn;
   AlignedBuffer<W> weights_;
   AlignedBuffer<float> x_;
@@ -116,7 +116,7 @@ TYPED_TEST(GemmTokens, DeepStripsAreExact) {
 // W^T in memory.
 TYPED_TEST(GemmTokens, WeightsMayBeStrided) {
   using Weight = typename TypeParam::Weight;
-  constexpr index_t kIn = 592;
+  constexpr index_t kIn = 608;
   AlignedBuffer<Weight> transposed(kIn * kOut);
   for (index_t o = 0; o < kOut; ++o) {
     for (index_t k = 0; k < kIn; ++k) transposed[k * kOut + o] = this->weights_[o * this->kMostIn + k];

@@ -69,7 +69,7 @@ class RowsAhead : public StripAhead {
 };
 
 // A whole strip from rows that are its columns, 8 of them a unit, 64 bytes of each: whole cache lines, for 8 rows 4 KiB
-// apart fill a set of L1, and halves left for the next unit are pushed out before it.
+// apart fill a set of L1, and what is left of a line for the next unit may be gone by then.
 class ColumnsAhead : public StripAhead {
   static constexpr index_t kUnitRows = 8, kUnitBytes = 64;
 
