@@ -25,6 +25,9 @@ inline constexpr index_t kStripDepth = kStripBytes / kStripCols / index_t{sizeof
 // as L2 delivers them. Two take a quarter of 1 MiB of L2, the block of 128 rows of A that they meet another one
 // (benchmarks/LOG.md, "Deeper strips").
 inline constexpr index_t kMostAheadDepth = 1024;
+// Rows of A from which strips of gemm_nn are that deep: with fewer, lines of a strip that has left L1 come back more slowly
+// than it is written (benchmarks/LOG.md, "Zen 5").
+inline constexpr index_t kRowsOfDeepStrips = 48;
 // From here on a strip of bf16 is made while the one before is multiplied. Products of shallower ones (few tokens of
 // gemm_tn, LoRA's terms) are over before memory that was asked for one strip ahead has come.
 inline constexpr index_t kAheadDepth = 64;
@@ -37,8 +40,10 @@ inline constexpr index_t kLeastLead = 8;
 
 // Products in place (arch/in_place.hpp). They are as fast as memory delivers, so it is asked twice. Far ahead into L2: a
 // core waits for some ten to sixteen lines at a time on their way to L1, for 48 on their way to L2. Then near, into L1.
-// gemm_nn: rows of B, far ahead the next block. gemm_nt: bytes along a row of W, far ahead the rows that come next.
+// gemm_nn: rows of B, far ahead the next block and a bit. gemm_nt: bytes along a row of W, far ahead the rows that come
+// next, in order and a bit, or side by side (DotAhead).
 inline constexpr index_t kFarRows = 16;
+inline constexpr index_t kFarBytes = 4096;
 inline constexpr index_t kNearRows = 4;
 inline constexpr index_t kNearBytes = 512;
 inline constexpr index_t kWaitingRows = 6;  // of A, up to which L1 is asked: more have work until L2 delivers

@@ -9,6 +9,7 @@
 
 #include "amx_sft_moe/arch/blocking.hpp"
 #include "amx_sft_moe/arch/operands.hpp"
+#include "amx_sft_moe/arch/paced_prefetch.hpp"
 
 AMX_SFT_MOE_NAMESPACE_BEGIN
 namespace arch {
@@ -20,6 +21,16 @@ inline const char* bytes_behind(const void* from, index_t bytes) {
                                        static_cast<std::uintptr_t>(bytes));
 }
 
+// Asks for rows [lead, rows) of a source, row after row: memory is the faster the less it jumps (benchmarks/LOG.md, "Zen
+// 5"). Gathered rows are not asked for.
+template <class S>
+LeadingPrefetch rows_in_order(const RowSource<S>& source, index_t rows, index_t cols, index_t lead) {
+  constexpr index_t kSize = sizeof(S);
+  if (source.row_index != nullptr || lead >= rows) return {BytesAhead{}, 0};
+  const auto first = reinterpret_cast<std::uintptr_t>(source.data);
+  return {BytesAhead{first, 0, source.row_stride * kSize, rows, cols * kSize}, lead};
+}
+
 // C [Rows, cols] += a [Rows, Depth] x rows of B, with rows to be asked for. Where products are of pairs, `a` holds pairs,
 // and the last of 2 Depth rows is null where K is odd.
 template <class E, std::size_t Rows, std::size_t Depth, class S>
@@ -28,13 +39,13 @@ struct InPlaceSteps {
   std::conditional_t<kPairing<E> == 1, float, std::int32_t> a[Rows][Depth];
   const S* b[kRows];
   const S* near[kRows];
-  const S* far[kRows];
 };
 
 // Products of gemm_nn and gemm_tn. Tiles has, with its own target attribute, for 1 <= R <= MostRows and 1 <= D <= 4 (steps
 // and C by value: what a store to C might change would be loaded again), with A of its type Element:
 //   template <std::size_t R, std::size_t D, class S>
-//   static void add_steps(InPlaceSteps<Element, R, D, S> steps, index_t cols, SumRows c);
+//   static void add_steps(InPlaceSteps<Element, R, D, S> steps, index_t cols, SumRows c, LeadingPrefetch* ahead);
+// which has ahead->turn(), unless that is null, for every kColumns whole columns.
 template <class Tiles, int MostRows>
 struct InPlaceSums {
   using A = typename Tiles::Element;
@@ -47,19 +58,25 @@ struct InPlaceSums {
   template <class S>
   static void multiply_in_place(const A* a, index_t a_stride, index_t rows, const RowSource<S>& b, index_t k,
                                 index_t cols, const SumRows& c) {
+    constexpr index_t kSize = sizeof(S);
+    const index_t lead = kFarRows + ceil_div(kFarBytes, cols * kSize);
     for_each_part(rows, MostRows, [&](index_t r, index_t height) {
       const auto add = rows_of<S>(height);
       const index_t wide = part_of_columns(height, cols);
+      LeadingPrefetch ahead = rows_in_order(b, k, cols, lead);
+      ahead.spread(ceil_div(k, kDepth * kPairing<A>) * (cols / Tiles::kColumns));
       for (index_t kk = 0; kk < k; kk += kFarRows) {
         for (index_t j = 0; j < cols; j += wide) {
           const Product<S> product{a + r * a_stride, a_stride, b.from_column(j), k, std::min(wide, cols - j)};
-          add(product, kk, std::min(kk + kFarRows, k), c.from(r, j));
+          add(product, kk, std::min(kk + kFarRows, k), c.from(r, j), lead < k ? &ahead : nullptr);
         }
       }
     });
   }
 
  private:
+  static constexpr index_t kDepth = 4;  // rows of B, or pairs of them, that meet in C's registers
+
   // A [rows, k] x B [k, cols].
   template <class S>
   struct Product {
@@ -69,38 +86,39 @@ struct InPlaceSums {
     index_t k, cols;
   };
 
-  // Steps [kk, end) of K: four rows of B, or pairs of them, at a time meet in C's registers.
+  // Steps [kk, end) of K.
   template <int Rows, class S>
-  static void add_product(const Product<S>& product, index_t kk, index_t end, const SumRows& c) {
+  static void add_product(const Product<S>& product, index_t kk, index_t end, const SumRows& c,
+                          LeadingPrefetch* ahead) {
     constexpr index_t kGroup = kPairing<A>;
-    constexpr index_t kDepth = 4;
-    for (; ceil_div(end - kk, kGroup) >= kDepth; kk += kDepth * kGroup) add_steps<Rows, kDepth>(product, kk, c);
+    for (; ceil_div(end - kk, kGroup) >= kDepth; kk += kDepth * kGroup) {
+      add_steps<Rows, kDepth>(product, kk, c, ahead);
+    }
     switch (ceil_div(end - kk, kGroup)) {
       case 3:
-        return add_steps<Rows, 3>(product, kk, c);
+        return add_steps<Rows, 3>(product, kk, c, ahead);
       case 2:
-        return add_steps<Rows, 2>(product, kk, c);
+        return add_steps<Rows, 2>(product, kk, c, ahead);
       case 1:
-        return add_steps<Rows, 1>(product, kk, c);
+        return add_steps<Rows, 1>(product, kk, c, ahead);
       default:
         return;
     }
   }
 
   template <std::size_t Rows, std::size_t Depth, class S>
-  static void add_steps(const Product<S>& product, index_t kk, const SumRows& c) {
+  static void add_steps(const Product<S>& product, index_t kk, const SumRows& c, LeadingPrefetch* ahead) {
     InPlaceSteps<A, Rows, Depth, S> steps;
     for (std::size_t d = 0; d < steps.kRows; ++d) {
       const index_t at = kk + static_cast<index_t>(d);
       steps.b[d] = at < product.k ? product.b.row(at) : nullptr;
       steps.near[d] = product.b.row(at + kNearRows < product.k ? at + kNearRows : kk);
-      steps.far[d] = product.b.row(at + kFarRows < product.k ? at + kFarRows : kk);
     }
     for (std::size_t r = 0; r < Rows; ++r) {
       const A* from = product.a + static_cast<index_t>(r) * product.a_stride + kk;
       std::memcpy(steps.a[r], from, sizeof(steps.a[r]));
     }
-    Tiles::add_steps(steps, product.cols, c.after(kk));
+    Tiles::add_steps(steps, product.cols, c.after(kk), ahead);
   }
 
   static constexpr index_t part_of_columns(index_t rows, index_t cols) {
@@ -110,7 +128,7 @@ struct InPlaceSums {
   }
 
   template <class S>
-  using Rows = void (*)(const Product<S>&, index_t, index_t, const SumRows&);
+  using Rows = void (*)(const Product<S>&, index_t, index_t, const SumRows&, LeadingPrefetch*);
   template <class S>
   static Rows<S> rows_of(index_t rows) {
     return []<int... Less>(index_t n, std::integer_sequence<int, Less...>) {
@@ -120,15 +138,36 @@ struct InPlaceSums {
   }
 };
 
+// What dot products ask memory for while they read some rows of W: rows in the order in which they lie. Where x is more than
+// stays in L1, the next rows side by side instead, of each the elements [0, k >> shift): slower for memory, but in order
+// and with x on its way from L2 it took up to 1.2 times as long (benchmarks/LOG.md, "Zen 5").
+template <class S>
+struct DotAhead {
+  LeadingPrefetch rows;
+  const S* far[4] = {};  // null: in order
+  index_t shift = 0;
+
+  // Before elements [kk, kk + Elements) of Rows rows.
+  template <int Rows, index_t Elements>
+  AMX_SFT_MOE_INLINE void turn(index_t kk) {
+    if (far[0] == nullptr) return rows.turn();
+    for (index_t at = kk; at < kk + Elements; at += kLineBytes / index_t{sizeof(S)}) {
+      AMX_SFT_MOE_UNROLL
+      for (int r = 0; r < Rows; ++r) {
+        ask_for_line<2>(reinterpret_cast<std::uintptr_t>(far[r] + (at >> shift)));
+      }
+    }
+  }
+};
+
 // Products of gemm_nt, dot products along K. Tiles has, with its own target attribute, for 1 <= O <= DotOuts and 1 <= T <=
 // DotTokens, and X of its type Element:
 //   template <int O, int T, class S>   // C [T, O] += X [T, k] x rows^T; x ordered
-//   static void dot(const S* const* rows, const S* const* far, index_t far_shift, const Element* x, index_t k,
-//                   const SumRows& c);
+//   static void dot(const S* const* rows, const Element* x, index_t k, const SumRows& c, DotAhead<S>& ahead);
 //   template <class S>                 // X [tokens, k] -> [k / kLine][tokens][kLine], zeros behind k
 //   static void order(const Element* x, index_t x_stride, index_t tokens, index_t k, Element* to);
-// where of far[0], far[1], ... the elements [0, k >> far_shift) are worth asking for. kLine elements of a row of W
-// are one or two vectors of products, in an order that suits the type and the instructions.
+// which has ahead.turn<O, N>(kk) for each N elements of a row from kk on: a cache line, or kLine if that is more. kLine
+// elements of a row of W are one or two vectors of products, in an order that suits the type and the instructions.
 template <class Tiles, int MostTokens, int DotOuts, int DotTokens>
 struct InPlaceDots {
   // Tokens of an expert up to which its weights are read in place.
@@ -155,23 +194,27 @@ struct InPlaceDots {
   template <class S>
   static void dot_in_place(const RowSource<S>& w, index_t outs, const X* ordered, index_t tokens, index_t k,
                            const SumRows& c) {
-    const index_t far_shift = tokens > DotTokens ? 1 : 0;
+    constexpr index_t kSize = sizeof(S);
+    const bool in_order = tokens * k * index_t{sizeof(X)} <= kSumsBytes;
+    DotAhead<S> ahead{rows_in_order(w, in_order ? outs : 0, k, DotOuts + ceil_div(kFarBytes, k * kSize))};
+    ahead.rows.spread(ceil_div(outs, DotOuts) * ceil_div(tokens, DotTokens) *
+                      (k / std::max<index_t>(Tiles::kLine, kLineBytes / kSize)));
+    ahead.shift = tokens > DotTokens ? 1 : 0;
     for (index_t o = 0; o < outs; o += DotOuts) {
       for_each_part(tokens, DotTokens, [&](index_t t, index_t count) {
         const S* row[std::size_t{DotOuts}];
-        const S* far[std::size_t{DotOuts}];
         for (index_t i = 0; i < DotOuts; ++i) {
           row[i] = w.row(std::min(o + i, outs - 1));
-          far[i] = w.row(std::min(o + i + DotOuts, outs - 1)) + (t > 0 ? k / 2 : 0);
+          ahead.far[i] = in_order ? nullptr : w.row(std::min(o + i + DotOuts, outs - 1)) + (t > 0 ? k / 2 : 0);
         }
-        dot_of<S>(outs - o, count)(row, far, far_shift, ordered + ordered_size(t, k), k, c.from(t, o));
+        dot_of<S>(outs - o, count)(row, ordered + ordered_size(t, k), k, c.from(t, o), ahead);
       });
     }
   }
 
  private:
   template <class S>
-  using Dot = void (*)(const S* const*, const S* const*, index_t, const X*, index_t, const SumRows&);
+  using Dot = void (*)(const S* const*, const X*, index_t, const SumRows&, DotAhead<S>&);
   template <class S>
   static Dot<S> dot_of(index_t outs, index_t tokens) {
     return []<int... N>(index_t n, std::integer_sequence<int, N...>) {

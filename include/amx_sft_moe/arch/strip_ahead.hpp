@@ -55,6 +55,9 @@ class StripAhead {
 class RowsAhead : public StripAhead {
  public:
   static constexpr index_t kStep = kPairing<bf16>;  // a strip's depth is a multiple of it
+  static constexpr index_t most_depth(index_t rows) {
+    return rows < kRowsOfDeepStrips ? kStripDepth<bf16> : kMostAheadDepth;
+  }
 
   static bool fits(const BytesAhead& ahead) {
     return ahead.next != 0 && ahead.row_bytes == kStripCols * index_t{sizeof(bf16)} &&
@@ -68,21 +71,24 @@ class RowsAhead : public StripAhead {
   AMX_SFT_MOE_INLINE void next_unit() { move(kPairing<bf16>, 0, kPairing<bf16> * kStripCols); }
 };
 
-// A whole strip from rows that are its columns, 8 of them a unit, 64 bytes of each: whole cache lines, for 8 rows 4 KiB
-// apart fill a set of L1, and what is left of a line for the next unit may be gone by then.
+// A whole strip from rows that are its columns. A unit is 32 bytes of 8 of them; more at once holds up the products that
+// follow. Two units make a cache line of each row, and the next two the same line of the 8 rows beside: so a line of the
+// strip, of 16 columns, is written within four units, while it is in L1 (benchmarks/LOG.md, "Zen 5").
 class ColumnsAhead : public StripAhead {
-  static constexpr index_t kUnitRows = 8, kUnitBytes = 64;
+  static constexpr index_t kUnitRows = 8, kUnitBytes = 32;
+  static constexpr index_t kLine = kLineBytes / index_t{sizeof(bf16)};  // elements of a row
 
  public:
-  static constexpr index_t kStep = kUnitBytes / index_t{sizeof(bf16)};  // a strip's depth is a multiple of it
+  static constexpr index_t kStep = kLine;  // a strip's depth is a multiple of it
+  static constexpr index_t most_depth(index_t) { return kMostAheadDepth; }
 
   static bool fits(const BytesAhead& ahead) {
     return ahead.next != 0 && ahead.rows == kStripCols &&
-           ahead.row_bytes >= kAheadDepth * index_t{sizeof(bf16)} && ahead.row_bytes % kUnitBytes == 0;
+           ahead.row_bytes >= kAheadDepth * index_t{sizeof(bf16)} && ahead.row_bytes % kLineBytes == 0;
   }
   ColumnsAhead(const BytesAhead& ahead, index_t rows, bf16* strip)
       : StripAhead(ahead, lead(ahead, rows), kStripCols / kUnitRows * (ahead.row_bytes / kUnitBytes), strip),
-        along_k_(ahead.row_bytes / kUnitBytes),
+        along_k_(ahead.row_bytes / kLineBytes),
         left_(along_k_) {}
 
  protected:
@@ -94,16 +100,22 @@ class ColumnsAhead : public StripAhead {
   }
 
   AMX_SFT_MOE_INLINE void next_unit() {
-    constexpr index_t kElements =
-        kUnitBytes / index_t{sizeof(bf16)} * kStripCols;  // of the strip, a unit along K
-    move(0, kUnitBytes, kElements);
+    constexpr index_t kUnitsALine = kLineBytes / kUnitBytes;
+    constexpr index_t kAlong = kLine / kUnitsALine * kStripCols;  // elements of the strip, a unit along K
+    constexpr index_t kBeside = kUnitRows * kPairing<bf16>;       // the next rows
+    unit_ = (unit_ + 1) % (2 * kUnitsALine);
+    if (unit_ % kUnitsALine != 0) return move(0, kUnitBytes, kAlong);
+    constexpr index_t kBack = (kUnitsALine - 1) * kUnitBytes;
+    if (unit_ != 0) return move(kUnitRows, -kBack, kBeside - (kUnitsALine - 1) * kAlong);
+    move(-kUnitRows, kUnitBytes, kAlong - kBeside);
     if (--left_ > 0) return;
     left_ = along_k_;
-    move(kUnitRows, -along_k_ * kUnitBytes, kUnitRows * kPairing<bf16> - along_k_ * kElements);
+    move(2 * kUnitRows, -along_k_ * kLineBytes, 2 * kBeside - along_k_ * kLine * kStripCols);
   }
 
  private:
-  index_t along_k_, left_;  // units
+  index_t unit_ = 0;        // of the four
+  index_t along_k_, left_;  // lines
 };
 
 }  // namespace arch

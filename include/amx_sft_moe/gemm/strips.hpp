@@ -99,11 +99,12 @@ struct AheadOf<Micro, bf16> {
   using Columns = typename Micro::ColumnsAhead;
 };
 
-// How deep strips of a product over k steps may be: those that Ahead makes while another is multiplied deeper than others.
+// How deep strips of a product of `rows` rows over k steps may be: those that Ahead makes while another is multiplied deeper
+// than others.
 template <class E, class Ahead, class S>
-index_t most_depth(const arch::RowSource<S>& source, index_t k) {
+index_t most_depth(const arch::RowSource<S>& source, index_t rows, index_t k) {
   if constexpr (!std::is_void_v<Ahead>) {
-    if (source.row_index == nullptr && k % Ahead::kStep == 0) return arch::kMostAheadDepth;
+    if (source.row_index == nullptr && k % Ahead::kStep == 0) return Ahead::most_depth(rows);
   }
   return arch::kStripDepth<E>;
 }
@@ -169,7 +170,7 @@ void multiply_rows_by_columns(Scratch& scratch, const arch::RowSource<typename K
   Strips<Kernel> strips(scratch);
   b.visit([&]<class S>(const arch::RowSource<S>& source) {
     using Ahead = typename AheadOf<typename Kernel::Microkernel, S>::Rows;
-    const StripsAlongK order(k, cols, arch::kStripDepth<E>, most_depth<E, Ahead>(source, k));
+    const StripsAlongK order(k, cols, arch::kStripDepth<E>, most_depth<E, Ahead>(source, rows, k));
     for (StripWalk walk(order); !walk.done(); walk.advance()) {
       multiply_strip_of_rows(strips, a, rows, source, walk, c);
     }
@@ -240,7 +241,7 @@ void multiply_columns(Scratch& scratch, const typename Kernel::Compute* x, index
   Strips<Kernel> strips(scratch);
   with_adjacent_rows<Kernel>(scratch, w, out, k, [&]<class S>(const arch::RowSource<S>& source) {
     using Ahead = typename AheadOf<Micro, S>::Columns;
-    const StripsAlongK order(k, out, arch::kStripDepth<E>, most_depth<E, Ahead>(source, k));
+    const StripsAlongK order(k, out, arch::kStripDepth<E>, most_depth<E, Ahead>(source, tokens, k));
     for (StripWalk walk(order); !walk.done(); walk.advance()) {
       const Strip& strip = walk.here();
       const auto from = source.from_row(strip.col).from_column(strip.kk);

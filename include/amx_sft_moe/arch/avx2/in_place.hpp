@@ -34,15 +34,16 @@ AMX_SFT_MOE_INLINE AMX_SFT_MOE_TARGET_AVX2 void dot_line(__m256 (&sum)[Rows][Tok
 
 struct InPlaceTiles {
   using Element = float;
-  static constexpr index_t kLine = avx2::kLine;
+  static constexpr index_t kLine = avx2::kLine, kColumns = 16;
 
   // 16 columns at a time: 2 Depth registers of B, 2 of C, 1 broadcast.
   template <std::size_t Rows, std::size_t Depth, class S>
   AMX_SFT_MOE_TARGET_AVX2 static void add_steps(InPlaceSteps<float, Rows, Depth, S> steps, index_t cols,
-                                                SumRows c) {
+                                                SumRows c, LeadingPrefetch* ahead) {
     const __m256 there = sums_there(c);
     index_t j = 0;
-    for (; j + 16 <= cols; j += 16) {
+    for (; j + kColumns <= cols; j += kColumns) {
+      if (ahead != nullptr) ahead->turn();
       __m256 line[Depth][2];
       AMX_SFT_MOE_UNROLL
       for (std::size_t d = 0; d < Depth; ++d) {
@@ -52,7 +53,6 @@ struct InPlaceTiles {
         if constexpr (Rows <= kWaitingRows) {
           _mm_prefetch(reinterpret_cast<const char*>(steps.near[d] + j), _MM_HINT_T0);
         }
-        _mm_prefetch(reinterpret_cast<const char*>(steps.far[d] + j), _MM_HINT_T1);
       }
       float* to = c.data + j;
       AMX_SFT_MOE_UNROLL
@@ -97,9 +97,9 @@ struct InPlaceTiles {
 
   // C [Tokens, Rows] += X [Tokens, k] x rows^T, X in that order.
   template <int Rows, int Tokens, class S>
-  AMX_SFT_MOE_TARGET_AVX2 static void dot(const S* const* row, const S* const* far, index_t far_shift,
-                                          const float* x, index_t k, const SumRows& c) {
-    constexpr index_t kCacheLine = 64 / static_cast<index_t>(sizeof(S));
+  AMX_SFT_MOE_TARGET_AVX2 static void dot(const S* const* row, const float* x, index_t k, const SumRows& c,
+                                          DotAhead<S>& ahead) {
+    constexpr index_t kCacheLine = kLineBytes / static_cast<index_t>(sizeof(S));
     constexpr index_t kStep = std::max(kLine, kCacheLine);
     __m256 sum[std::size_t{Rows}][std::size_t{Tokens}];
     AMX_SFT_MOE_UNROLL
@@ -112,11 +112,9 @@ struct InPlaceTiles {
       AMX_SFT_MOE_UNROLL
       for (index_t at = kk; at < kk + kStep; at += kCacheLine) {
         AMX_SFT_MOE_UNROLL
-        for (int r = 0; r < Rows; ++r) {
-          _mm_prefetch(bytes_behind(row[r] + at, kNearBytes), _MM_HINT_T0);
-          _mm_prefetch(reinterpret_cast<const char*>(far[r] + (at >> far_shift)), _MM_HINT_T1);
-        }
+        for (int r = 0; r < Rows; ++r) _mm_prefetch(bytes_behind(row[r] + at, kNearBytes), _MM_HINT_T0);
       }
+      ahead.template turn<Rows, kStep>(kk);
       AMX_SFT_MOE_UNROLL
       for (index_t at = kk; at < kk + kStep; at += kLine, x += kLine * Tokens) {
         dot_line<true, 0>(sum, row, at, kLine, x);

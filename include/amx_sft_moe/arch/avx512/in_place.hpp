@@ -44,31 +44,30 @@ AMX_SFT_MOE_INLINE AMX_SFT_MOE_TARGET_AVX512 void store_dots(const __m512 (&sum)
   }
 }
 
-// Asks for what follows a line of each row: near into L1, far into L2.
+// Asks for what follows a line of each row, into L1, and for what DotAhead asks.
 template <std::size_t Rows, class S>
-AMX_SFT_MOE_INLINE AMX_SFT_MOE_TARGET_AVX512 void ask_ahead(const S* const* row, const S* const* far,
-                                                            index_t far_shift, index_t kk) {
-  constexpr index_t kCacheLine = 64 / static_cast<index_t>(sizeof(S));
+AMX_SFT_MOE_INLINE AMX_SFT_MOE_TARGET_AVX512 void ask_ahead(const S* const* row, DotAhead<S>& ahead,
+                                                            index_t kk) {
+  constexpr index_t kCacheLine = kLineBytes / static_cast<index_t>(sizeof(S));
   for (index_t at = kk; at < kk + kLine; at += kCacheLine) {
     AMX_SFT_MOE_UNROLL
-    for (std::size_t r = 0; r < Rows; ++r) {
-      _mm_prefetch(bytes_behind(row[r] + at, kNearBytes), _MM_HINT_T0);
-      _mm_prefetch(reinterpret_cast<const char*>(far[r] + (at >> far_shift)), _MM_HINT_T1);
-    }
+    for (std::size_t r = 0; r < Rows; ++r) _mm_prefetch(bytes_behind(row[r] + at, kNearBytes), _MM_HINT_T0);
   }
+  ahead.template turn<static_cast<int>(Rows), kLine>(kk);
 }
 
 struct InPlaceTiles {
   using Element = float;
-  static constexpr index_t kLine = avx512::kLine;
+  static constexpr index_t kLine = avx512::kLine, kColumns = 32;
 
   // 32 columns at a time: 2 Depth registers of B, 2 of C; a line of bf16 is 32 columns.
   template <std::size_t Rows, std::size_t Depth, class S>
   AMX_SFT_MOE_TARGET_AVX512 static void add_steps(InPlaceSteps<float, Rows, Depth, S> steps, index_t cols,
-                                                  SumRows c) {
+                                                  SumRows c, LeadingPrefetch* ahead) {
     const __mmask16 there = lanes_there(c);
     index_t j = 0;
-    for (; j + 32 <= cols; j += 32) {
+    for (; j + kColumns <= cols; j += kColumns) {
+      if (ahead != nullptr) ahead->turn();
       __m512 line[Depth][2];
       AMX_SFT_MOE_UNROLL
       for (std::size_t d = 0; d < Depth; ++d) {
@@ -78,7 +77,6 @@ struct InPlaceTiles {
         if constexpr (Rows <= kWaitingRows) {
           _mm_prefetch(reinterpret_cast<const char*>(steps.near[d] + j), _MM_HINT_T0);
         }
-        _mm_prefetch(reinterpret_cast<const char*>(steps.far[d] + j), _MM_HINT_T1);
       }
       float* to = c.data + j;
       AMX_SFT_MOE_UNROLL
@@ -126,8 +124,8 @@ struct InPlaceTiles {
 
   // C [Tokens, Rows] += X [Tokens, k] x rows^T, X in that order.
   template <int Rows, int Tokens, class S>
-  AMX_SFT_MOE_TARGET_AVX512 static void dot(const S* const* row, const S* const* far, index_t far_shift,
-                                            const float* x, index_t k, const SumRows& c) {
+  AMX_SFT_MOE_TARGET_AVX512 static void dot(const S* const* row, const float* x, index_t k, const SumRows& c,
+                                            DotAhead<S>& ahead) {
     __m512 sum[std::size_t{Rows}][std::size_t{Tokens}];
     AMX_SFT_MOE_UNROLL
     for (int r = 0; r < Rows; ++r) {
@@ -136,7 +134,7 @@ struct InPlaceTiles {
     }
     index_t kk = 0;
     for (; kk + kLine <= k; kk += kLine, x += kLine * Tokens) {
-      ask_ahead<std::size_t{Rows}>(row, far, far_shift, kk);
+      ask_ahead<std::size_t{Rows}>(row, ahead, kk);
       dot_line<true, 0>(sum, row, kk, kLine, x);
       dot_line<true, 1>(sum, row, kk, kLine, x);
     }

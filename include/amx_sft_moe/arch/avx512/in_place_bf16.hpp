@@ -52,7 +52,6 @@ AMX_SFT_MOE_INLINE AMX_SFT_MOE_TARGET_AVX512_BF16 void add_pairs(
       if constexpr (Rows <= kWaitingRows) {
         _mm_prefetch(reinterpret_cast<const char*>(steps.near[i] + j), _MM_HINT_T0);
       }
-      _mm_prefetch(reinterpret_cast<const char*>(steps.far[i] + j), _MM_HINT_T1);
     }
   }
   AMX_SFT_MOE_UNROLL
@@ -72,14 +71,17 @@ AMX_SFT_MOE_INLINE AMX_SFT_MOE_TARGET_AVX512_BF16 void add_pairs(
 
 struct InPlacePairTiles {
   using Element = bf16;
-  static constexpr index_t kLine = avx512::kLine;
+  static constexpr index_t kLine = avx512::kLine, kColumns = 32;
 
   template <std::size_t Rows, std::size_t Depth, class S>
   AMX_SFT_MOE_TARGET_AVX512_BF16 static void add_steps(InPlaceSteps<bf16, Rows, Depth, S> steps, index_t cols,
-                                                       SumRows c) {
+                                                       SumRows c, LeadingPrefetch* ahead) {
     const __mmask16 there = lanes_there(c);
     index_t j = 0;
-    for (; j + 32 <= cols; j += 32) add_pairs<true>(steps, j, 32, there, c.data + j, c.stride);
+    for (; j + kColumns <= cols; j += kColumns) {
+      if (ahead != nullptr) ahead->turn();
+      add_pairs<true>(steps, j, kColumns, there, c.data + j, c.stride);
+    }
     if (j < cols) add_pairs<false>(steps, j, cols - j, there, c.data + j, c.stride);
   }
 
@@ -97,8 +99,8 @@ struct InPlacePairTiles {
 
   // C [Tokens, Rows] += X [Tokens, k] x rows^T, X in that order.
   template <int Rows, int Tokens, class S>
-  AMX_SFT_MOE_TARGET_AVX512_BF16 static void dot(const S* const* row, const S* const* far, index_t far_shift,
-                                                 const bf16* x, index_t k, const SumRows& c) {
+  AMX_SFT_MOE_TARGET_AVX512_BF16 static void dot(const S* const* row, const bf16* x, index_t k,
+                                                 const SumRows& c, DotAhead<S>& ahead) {
     __m512 sum[std::size_t{Rows}][std::size_t{Tokens}];
     AMX_SFT_MOE_UNROLL
     for (int r = 0; r < Rows; ++r) {
@@ -107,7 +109,7 @@ struct InPlacePairTiles {
     }
     index_t kk = 0;
     for (; kk + kLine <= k; kk += kLine, x += kLine * Tokens) {
-      ask_ahead<std::size_t{Rows}>(row, far, far_shift, kk);
+      ask_ahead<std::size_t{Rows}>(row, ahead, kk);
       dot_pairs<true>(sum, row, kk, kLine, x);
     }
     if (kk < k) dot_pairs<false>(sum, row, kk, k - kk, x);

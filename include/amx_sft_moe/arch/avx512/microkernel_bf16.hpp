@@ -14,7 +14,7 @@ namespace arch {
 // In place: dot products of 4 rows x 6 tokens, 24 accumulators, 4 registers of W, 1 of x; no pair is transposed, which
 // a strip of few tokens takes as long for as for its products.
 struct Avx512Bf16Microkernel : StripTiles<Avx512Bf16Microkernel, bf16, 6, 4, 4>,
-                               InPlaceSums<avx512::InPlacePairTiles, 8>,
+                               InPlaceSums<avx512::InPlacePairTiles, 10>,
                                InPlaceDots<avx512::InPlacePairTiles, 18, 4, 6> {
   static_assert(kCols == kStripCols);  // a strip is one block, for what packs it
   using RowsAhead = avx512::RowsAhead;

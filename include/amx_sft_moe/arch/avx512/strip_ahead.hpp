@@ -31,7 +31,7 @@ struct ColumnsAhead : arch::ColumnsAhead {
   AMX_SFT_MOE_INLINE AMX_SFT_MOE_TARGET_AVX512 void turn() {
     for (index_t units = due(); units > 0; --units, next_unit()) {
       AMX_SFT_MOE_UNROLL
-      for (int dword = 0; dword < 16; dword += 4) four_dwords(dword);
+      for (int dword = 0; dword < 8; dword += 4) four_dwords(dword);
     }
   }
 
