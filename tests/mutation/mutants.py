@@ -98,8 +98,9 @@ _LEFT_OUT = re.compile(
     r"|^\s*(std::size_t|std::u?int\w+|index_t|int|bool|float)( \w+ = \w+,?)+;|(reserve|level)_threads"
     # Memory asked for ahead: no result depends on it. What makes a strip ahead has other names.
     r"|[Pp]refetch|kPackRowsAhead|ahead_|ask_ahead|\.later|asked_|\b(near|far)\[|\bfar_shift =|\bkNear\w+"
-    r"|kWaitingRows|index_t byte\b|\bdone_\b|\bpace_\.|kLineBytes;|kCacheLine ?=|kAheadDepth|(ahead|rows)(\.|->)turn"
-    r"|ask_for_line|rows_in_order|kFarBytes|in_order|rows_\.(any|ask|next)\(|\bany\(\)|later_ != 0|kLeadProducts|return kUnitRows"
+    r"|kWaitingRows|index_t byte\b|\bdone_\b|\bpace_\.|kLineBytes;|kCacheLine ?=|kAheadDepth"
+    r"|(ahead|rows)(\.|->)turn|ask_for_line|in_order|kFarBytes|rows_\.(any|ask|next)\(|\bany\(\)|later_ != 0"
+    r"|kLeadProducts|return kUnitRows"
     # Sizes of blocks, and when B is read in place: speed only.
     r"|kStripBytes =|kStripDepth =|kFarRows =|k <= k\w*Steps|part_of_columns|parts\)|parts ="
     r"|<= arch::kFewFactorRows|const bool rounded ="
