@@ -45,7 +45,7 @@ struct InPlaceSteps {
 // and C by value: what a store to C might change would be loaded again), with A of its type Element:
 //   template <std::size_t R, std::size_t D, class S>
 //   static void add_steps(InPlaceSteps<Element, R, D, S> steps, index_t cols, SumRows c, LeadingPrefetch* ahead);
-// which has ahead->turn(), unless that is null, for every kColumns whole columns.
+// which has ahead->turn(), unless that is null, for every kTurnColumns whole columns.
 template <class Tiles, int MostRows>
 struct InPlaceSums {
   using A = typename Tiles::Element;
@@ -64,7 +64,7 @@ struct InPlaceSums {
       const auto add = rows_of<S>(height);
       const index_t wide = part_of_columns(height, cols);
       LeadingPrefetch ahead = rows_in_order(b, k, cols, lead);
-      ahead.spread(ceil_div(k, kDepth * kPairing<A>) * (cols / Tiles::kColumns));
+      ahead.spread(ceil_div(k, kDepth * kPairing<A>) * (cols / Tiles::kTurnColumns));
       for (index_t kk = 0; kk < k; kk += kFarRows) {
         for (index_t j = 0; j < cols; j += wide) {
           const Product<S> product{a + r * a_stride, a_stride, b.from_column(j), k, std::min(wide, cols - j)};
@@ -147,16 +147,15 @@ struct DotAhead {
   const S* far[4] = {};  // null: in order
   index_t shift = 0;
 
-  // Before elements [kk, kk + Elements) of Rows rows.
-  template <int Rows, index_t Elements>
-  AMX_SFT_MOE_INLINE void turn(index_t kk) {
-    if (far[0] == nullptr) return rows.turn();
-    for (index_t at = kk; at < kk + Elements; at += kLineBytes / index_t{sizeof(S)}) {
-      AMX_SFT_MOE_UNROLL
-      for (int r = 0; r < Rows; ++r) {
-        ask_for_line<2>(reinterpret_cast<std::uintptr_t>(far[r] + (at >> shift)));
-      }
+  // Before a cache line of each of Rows rows, from element kk on; in order, before the first of each turn only.
+  template <int Rows>
+  AMX_SFT_MOE_INLINE void turn(index_t kk, bool first) {
+    if (far[0] == nullptr) {
+      if (first) rows.turn();
+      return;
     }
+    AMX_SFT_MOE_UNROLL
+    for (int r = 0; r < Rows; ++r) ask_for_line<2>(reinterpret_cast<std::uintptr_t>(far[r] + (kk >> shift)));
   }
 };
 
@@ -166,7 +165,7 @@ struct DotAhead {
 //   static void dot(const S* const* rows, const Element* x, index_t k, const SumRows& c, DotAhead<S>& ahead);
 //   template <class S>                 // X [tokens, k] -> [k / kLine][tokens][kLine], zeros behind k
 //   static void order(const Element* x, index_t x_stride, index_t tokens, index_t k, Element* to);
-// which has ahead.turn<O, N>(kk) for each N elements of a row from kk on: a cache line, or kLine if that is more. kLine
+// which has ahead.turn<O>(kk, first) for each cache line of a row from kk on, `first` once for kLine elements. kLine
 // elements of a row of W are one or two vectors of products, in an order that suits the type and the instructions.
 template <class Tiles, int MostTokens, int DotOuts, int DotTokens>
 struct InPlaceDots {

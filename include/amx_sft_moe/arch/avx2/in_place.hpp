@@ -34,7 +34,7 @@ AMX_SFT_MOE_INLINE AMX_SFT_MOE_TARGET_AVX2 void dot_line(__m256 (&sum)[Rows][Tok
 
 struct InPlaceTiles {
   using Element = float;
-  static constexpr index_t kLine = avx2::kLine, kColumns = 16;
+  static constexpr index_t kLine = avx2::kLine, kTurnColumns = 32;
 
   // 16 columns at a time: 2 Depth registers of B, 2 of C, 1 broadcast.
   template <std::size_t Rows, std::size_t Depth, class S>
@@ -42,8 +42,8 @@ struct InPlaceTiles {
                                                 SumRows c, LeadingPrefetch* ahead) {
     const __m256 there = sums_there(c);
     index_t j = 0;
-    for (; j + kColumns <= cols; j += kColumns) {
-      if (ahead != nullptr) ahead->turn();
+    for (; j + 16 <= cols; j += 16) {
+      if (ahead != nullptr && j % kTurnColumns == 0) ahead->turn();
       __m256 line[Depth][2];
       AMX_SFT_MOE_UNROLL
       for (std::size_t d = 0; d < Depth; ++d) {
@@ -113,8 +113,8 @@ struct InPlaceTiles {
       for (index_t at = kk; at < kk + kStep; at += kCacheLine) {
         AMX_SFT_MOE_UNROLL
         for (int r = 0; r < Rows; ++r) _mm_prefetch(bytes_behind(row[r] + at, kNearBytes), _MM_HINT_T0);
+        ahead.template turn<Rows>(at, at == kk);
       }
-      ahead.template turn<Rows, kStep>(kk);
       AMX_SFT_MOE_UNROLL
       for (index_t at = kk; at < kk + kStep; at += kLine, x += kLine * Tokens) {
         dot_line<true, 0>(sum, row, at, kLine, x);

@@ -52,13 +52,13 @@ AMX_SFT_MOE_INLINE AMX_SFT_MOE_TARGET_AVX512 void ask_ahead(const S* const* row,
   for (index_t at = kk; at < kk + kLine; at += kCacheLine) {
     AMX_SFT_MOE_UNROLL
     for (std::size_t r = 0; r < Rows; ++r) _mm_prefetch(bytes_behind(row[r] + at, kNearBytes), _MM_HINT_T0);
+    ahead.template turn<static_cast<int>(Rows)>(at, at == kk);
   }
-  ahead.template turn<static_cast<int>(Rows), kLine>(kk);
 }
 
 struct InPlaceTiles {
   using Element = float;
-  static constexpr index_t kLine = avx512::kLine, kColumns = 32;
+  static constexpr index_t kLine = avx512::kLine, kTurnColumns = 32;
 
   // 32 columns at a time: 2 Depth registers of B, 2 of C; a line of bf16 is 32 columns.
   template <std::size_t Rows, std::size_t Depth, class S>
@@ -66,7 +66,7 @@ struct InPlaceTiles {
                                                   SumRows c, LeadingPrefetch* ahead) {
     const __mmask16 there = lanes_there(c);
     index_t j = 0;
-    for (; j + kColumns <= cols; j += kColumns) {
+    for (; j + kTurnColumns <= cols; j += kTurnColumns) {
       if (ahead != nullptr) ahead->turn();
       __m512 line[Depth][2];
       AMX_SFT_MOE_UNROLL

@@ -71,16 +71,16 @@ AMX_SFT_MOE_INLINE AMX_SFT_MOE_TARGET_AVX512_BF16 void add_pairs(
 
 struct InPlacePairTiles {
   using Element = bf16;
-  static constexpr index_t kLine = avx512::kLine, kColumns = 32;
+  static constexpr index_t kLine = avx512::kLine, kTurnColumns = 32;
 
   template <std::size_t Rows, std::size_t Depth, class S>
   AMX_SFT_MOE_TARGET_AVX512_BF16 static void add_steps(InPlaceSteps<bf16, Rows, Depth, S> steps, index_t cols,
                                                        SumRows c, LeadingPrefetch* ahead) {
     const __mmask16 there = lanes_there(c);
     index_t j = 0;
-    for (; j + kColumns <= cols; j += kColumns) {
+    for (; j + kTurnColumns <= cols; j += kTurnColumns) {
       if (ahead != nullptr) ahead->turn();
-      add_pairs<true>(steps, j, kColumns, there, c.data + j, c.stride);
+      add_pairs<true>(steps, j, kTurnColumns, there, c.data + j, c.stride);
     }
     if (j < cols) add_pairs<false>(steps, j, cols - j, there, c.data + j, c.stride);
   }
