@@ -45,7 +45,7 @@ struct InPlaceSteps {
 // and C by value: what a store to C might change would be loaded again), with A of its type Element:
 //   template <std::size_t R, std::size_t D, class S>
 //   static void add_steps(InPlaceSteps<Element, R, D, S> steps, index_t cols, SumRows c, LeadingPrefetch* ahead);
-// which has ahead->turn(), unless that is null, for every kTurnColumns whole columns.
+// which has ahead->turn(), unless that is null, for every kTurnColumns columns, or most of the last.
 template <class Tiles, int MostRows>
 struct InPlaceSums {
   using A = typename Tiles::Element;
@@ -64,7 +64,7 @@ struct InPlaceSums {
       const auto add = rows_of<S>(height);
       const index_t wide = part_of_columns(height, cols);
       LeadingPrefetch ahead = rows_in_order(b, k, cols, lead);
-      ahead.spread(ceil_div(k, kDepth * kPairing<A>) * (cols / Tiles::kTurnColumns));
+      ahead.spread(ceil_div(k, kDepth * kPairing<A>) * ceil_div(cols, Tiles::kTurnColumns));
       for (index_t kk = 0; kk < k; kk += kFarRows) {
         for (index_t j = 0; j < cols; j += wide) {
           const Product<S> product{a + r * a_stride, a_stride, b.from_column(j), k, std::min(wide, cols - j)};
