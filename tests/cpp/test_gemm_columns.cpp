@@ -126,6 +126,10 @@ std::vector<Extents> all_extents(std::initializer_list<index_t> deep) {
       for (const index_t cols : {97, 128, 200}) all.push_back({rows, k, cols});
     }
   }
+  // So narrow that a block of columns is not whole, with so many rows of B that memory is asked for some of them.
+  for (const index_t rows : {1, 5, 8, 10}) {
+    for (const index_t cols : {16, 17, 31, 32}) all.push_back({rows, 300, cols});
+  }
   // Strips up to the deepest there is: 256, then 512, then 1024 steps and less.
   all.push_back({13, 2032, 264});
   // Wider than what of C stays in L1: by a few columns for one row, many times for eight.
