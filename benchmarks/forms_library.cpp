@@ -56,7 +56,7 @@ void run_nt(int threads, index_t tokens, const W* weights, index_t matrices, ind
   Threads team(threads, tokens * out);
   const index_t stride = gemm::token_stride<Kernel>(in) * arch::kPanelCols;
   AlignedBuffer<E> packed(ceil_div(tokens, arch::kPanelCols) * stride);
-  gemm::pack_operand<Kernel>(MatrixView<const W>{activations, tokens, in, in}, tokens, in,
+  gemm::pack_operand<Kernel>(MatrixView<const W>{activations, tokens, in, in}, tokens, tokens, in,
                              {packed.data(), stride});
   const index_t wide =
       gemm::Blocking::of_this_machine().nt_rows<Kernel>(tokens, out, {matrices, matrices * tokens, threads});

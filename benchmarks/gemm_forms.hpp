@@ -86,7 +86,7 @@ class KernelForms {
   double nt_seconds(index_t m, index_t products) {
     const index_t stride = gemm::token_stride<Kernel>(shape_.in) * arch::kPanelCols;
     const gemm::Panels<E> x{x_panels_.data(), stride};
-    gemm::pack_operand<Kernel>(MatrixView<const W>{memory_.activations.data(), m, shape_.in, shape_.in}, m,
+    gemm::pack_operand<Kernel>(MatrixView<const W>{memory_.activations.data(), m, shape_.in, shape_.in}, m, m,
                                shape_.in, x);
     const index_t step = std::min(m, blocking_.template tokens_for<Kernel>(shape_.in, m));
     const index_t wide =

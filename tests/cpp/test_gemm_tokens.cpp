@@ -33,26 +33,28 @@ class GemmTokens : public testing::Test {
     if (!Kernel::available()) GTEST_SKIP() << Kernel::refusal();
   }
 
-  // Rows [first, first + tokens) of x W^T, of an expert with all_tokens; K = in.
-  std::vector<float> product(index_t in, index_t first, index_t tokens, index_t all_tokens) {
-    return product(MatrixView<const W>{weights_.data(), kOut, in, kMostIn}, in, first, tokens, all_tokens);
+  // Rows [first, first + tokens) of x W^T, of an expert with all_tokens; K = in, W's first `outs` rows.
+  std::vector<float> product(index_t in, index_t first, index_t tokens, index_t all_tokens,
+                             index_t outs = kOut) {
+    return product(MatrixView<const W>{weights_.data(), outs, in, kMostIn}, in, first, tokens, all_tokens,
+                   outs);
   }
   std::vector<float> product(const gemm::AnyRows& weights, index_t in, index_t first, index_t tokens,
-                             index_t all_tokens) {
+                             index_t all_tokens, index_t outs = kOut) {
     const index_t stride = gemm::token_stride<Kernel>(in) * arch::kPanelCols;
     AlignedBuffer<E> packed(ceil_div(tokens, arch::kPanelCols) * stride);
     // What lies behind a token's K must not be used, not even times zero.
     std::fill_n(packed.data(), packed.capacity(), from_float<E>(std::nanf("")));
     const MatrixView<const float> x{x_.data() + first * kMostIn, tokens, in, kMostIn};
-    gemm::pack_operand<Kernel>(x, tokens, in, {packed.data(), stride});
+    gemm::pack_operand<Kernel>(x, tokens, all_tokens, in, {packed.data(), stride});
     const std::array<gemm::Term<E>, 1> terms{{{weights, in, {packed.data(), stride}}}};
     const std::array<std::span<const gemm::Term<E>>, 1> outputs{{terms}};
-    std::vector<float> y(static_cast<std::size_t>(tokens * kOut), std::nanf(""));
+    std::vector<float> y(static_cast<std::size_t>(tokens * outs), std::nanf(""));
     gemm::ThreadContext<Kernel> thread(scratch_);
     gemm::gemm_nt<Kernel>(
-        thread, kOut, tokens, all_tokens, outputs, [&](const std::array<gemm::TokenBlock, 1>& blocks) {
+        thread, outs, tokens, all_tokens, outputs, [&](const std::array<gemm::TokenBlock, 1>& blocks) {
           const gemm::TokenBlock& block = blocks[0];
-          gemm::store_tokens<Kernel>(block, y.data() + block.token * kOut + block.out, kOut, 1.0F, nullptr);
+          gemm::store_tokens<Kernel>(block, y.data() + block.token * outs + block.out, outs, 1.0F, nullptr);
         });
     return y;
   }
@@ -66,12 +68,12 @@ class GemmTokens : public testing::Test {
     return static_cast<float>(sum);
   }
 
-  void expect_exact(index_t in, index_t tokens) {
-    const std::vector<float> y = product(in, 0, tokens, tokens);
+  void expect_exact(index_t in, index_t tokens, index_t outs = kOut) {
+    const std::vector<float> y = product(in, 0, tokens, tokens, outs);
     for (index_t t = 0; t < tokens; ++t) {
-      for (index_t o = 0; o < kOut; ++o) {
-        ASSERT_EQ(reference(in, t, o), y[static_cast<std::size_t>(t * kOut + o)])
-            << tokens << " tokens, token " << t << ", output " << o << ", K = " << in;
+      for (index_t o = 0; o < outs; ++o) {
+        ASSERT_EQ(reference(in, t, o), y[static_cast<std::size_t>(t * outs + o)])
+            << tokens << " tokens, token " << t << ", output " << o << " of " << outs << ", K = " << in;
       }
     }
   }
@@ -81,7 +83,7 @@ class GemmTokens : public testing::Test {
   static constexpr std::array<index_t, 4> kIns{77, 531, 592, 608};
   // Strips up to the deepest there is: 256, then 512, then 1024 steps and less.
   static constexpr index_t kDeepIn = 2016;
-  static constexpr index_t kMostTokens = 70, kMostIn = kDeepIn;
+  static constexpr index_t kMostTokens = 200, kMostIn = kDeepIn;
   AlignedBuffer<W> weights_;
   AlignedBuffer<float> x_;
   gemm::Scratch scratch_;
@@ -93,6 +95,8 @@ using Kernels =
 TYPED_TEST_SUITE(GemmTokens, Kernels);
 
 TYPED_TEST(GemmTokens, ATaskOfFewTokensHasTheBitsOfAll) {
+  // Sums that have to be rounded, so that their order shows.
+  for (index_t i = 0; i < this->kMostTokens * this->kMostIn; ++i) this->x_[i] /= 3;
   for (const index_t in : this->kIns) {
     const std::vector<float> all = this->product(in, 0, 70, 70);
     for (const auto& [first, tokens] : {std::pair<index_t, index_t>{64, 6}, {0, 1}, {32, 8}, {48, 22}}) {
@@ -109,8 +113,30 @@ TYPED_TEST(GemmTokens, EveryNumberOfTokensIsExact) {
   }
 }
 
+// Tokens along the lanes: up to four panels, of the last 1 to 4, 5 to 8 or more columns; and more panels, in several tiles.
+TYPED_TEST(GemmTokens, EveryNumberOfPanelsIsExact) {
+  for (const index_t whole : {16, 32, 48, 64, 80, 96, 112, 176}) {
+    for (const index_t more : {1, 4, 5, 8, 9, 16}) this->expect_exact(77, whole + more);
+  }
+}
+
+// Tiles of 4 and 8 rows of W, and all that may be left over.
+TYPED_TEST(GemmTokens, EveryNumberOfOutputsIsExact) {
+  for (const index_t tokens : {3, 17, 22, 40, 50, 63}) {
+    for (index_t outs = 1; outs <= 40; ++outs) this->expect_exact(77, tokens, outs);
+  }
+}
+
 TYPED_TEST(GemmTokens, DeepStripsAreExact) {
   for (const index_t tokens : {19, 33, 70}) this->expect_exact(this->kDeepIn, tokens);
+}
+
+// More of x than stays in L2 at once: a tile adds to what is there, in whole panels and in one that rows share.
+TYPED_TEST(GemmTokens, DeepPanelsAreExact) {
+  for (const index_t tokens : {164, 168, 192}) {
+    ASSERT_GT(tokens * this->kDeepIn * index_t{sizeof(bf16)}, arch::kLanesBytes);
+    this->expect_exact(this->kDeepIn, tokens, 40);
+  }
 }
 
 // W^T in memory.

@@ -38,6 +38,10 @@ inline constexpr index_t kAheadDepth = 64;
 inline constexpr index_t kLeadProducts = 2048;
 inline constexpr index_t kLeastLead = 8;
 
+// Of x, as many steps of K as products with tokens along the lanes (arch/avx512/token_lanes.hpp) go together: half of the
+// smallest L2.
+inline constexpr index_t kLanesBytes = index_t{512} << 10;
+
 // Products in place (arch/in_place.hpp). They are as fast as memory delivers, so it is asked twice. Far ahead into L2: a
 // core waits for some ten to sixteen lines at a time on their way to L1, for 48 on their way to L2. Then near, into L1.
 // gemm_nn: rows of B, far ahead the next block and a bit. gemm_nt: bytes along a row of W, far ahead the rows that come

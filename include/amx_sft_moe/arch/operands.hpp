@@ -74,7 +74,8 @@ template <class E>
 struct Segments {
   Segment<E> at[kMaxSegments];
   int count = 0;
-  index_t k_tile = 0;  // AMX: the step along K, of which every segment's k is a multiple
+  index_t k_tile = 0;       // AMX: the step along K, of which every segment's k is a multiple
+  index_t rows_behind = 0;  // rows of A that follow, and will be read
 
   void add(const Segment<E>& segment) {
     if (segment.k > 0) at[count++] = segment;

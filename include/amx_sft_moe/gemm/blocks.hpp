@@ -48,10 +48,9 @@ constexpr index_t k_in_place(index_t k, index_t row_stride, index_t k_tile) {
   }
 }
 
-template <class Kernel>
+template <class Kernel, class Micro>
 class RowGroup {
   using E = typename Kernel::Compute;
-  using Micro = typename Kernel::Microkernel;
 
  public:
   RowGroup(Scratch& scratch, index_t k_tile) : scratch_(scratch), k_tile_(k_tile) {}
@@ -115,12 +114,11 @@ arch::Segments<E> at_column(const arch::Segments<E>& segments, index_t col) {
 // C_o [M, N] = sum of the terms of output o, for all outputs block by block of the plan; epilogue(std::array<Block,
 // Outputs>). k_tile divides the staged K (the kernel's K unit, or what gemm_tn fitted to its tokens). A single output
 // may be made in `sums` [M, N], and added to what is there; else each block is made where the one before it was, in L1.
-template <class Kernel, std::size_t Outputs, class Epilogue>
+template <class Kernel, class Micro = typename Kernel::Microkernel, std::size_t Outputs, class Epilogue>
 void for_each_block(typename Kernel::Session& session, Scratch& scratch, const arch::BlockPlan& plan,
                     index_t k_tile,
                     const std::array<std::span<const Term<typename Kernel::Compute>>, Outputs>& outputs,
                     Epilogue&& epilogue, const arch::SumRows& sums = {}) {
-  using Micro = typename Kernel::Microkernel;
   using E = typename Kernel::Compute;
   constexpr index_t kBlockFloats = Micro::kMaxRows * Micro::kMaxCols;
   float* c = sums.data == nullptr ? scratch.c_blocks.as<float>(kBlockFloats * index_t{Outputs}) : nullptr;
@@ -128,7 +126,7 @@ void for_each_block(typename Kernel::Session& session, Scratch& scratch, const a
     if (sums.data != nullptr) return sums.from(row, col);
     return {c + static_cast<index_t>(output) * kBlockFloats, round_up(wide, arch::kPanelCols), true};
   };
-  RowGroup<Kernel> group(scratch, k_tile);
+  RowGroup<Kernel, Micro> group(scratch, k_tile);
   group.reserve(outputs, Micro::kMaxRows);
 
   for (int p = 0; p < plan.count; ++p) {
@@ -139,6 +137,7 @@ void for_each_block(typename Kernel::Session& session, Scratch& scratch, const a
       group.restart();
       for (std::size_t o = 0; o < Outputs; ++o) {
         segments[o].k_tile = k_tile;
+        segments[o].rows_behind = shape.row_end - row - here;
         for (const Term<E>& term : outputs[o]) group.append(term, row, here, segments[o]);
       }
       for (index_t col = shape.col_begin; col < shape.col_end; col += shape.col_step) {

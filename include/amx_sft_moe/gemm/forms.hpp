@@ -65,6 +65,16 @@ void sum_terms(std::span<const T> terms, index_t rows, arch::SumRows c, Add&& ad
   if (c.fresh) std::fill_n(c.data, rows * c.stride, 0.0F);
 }
 
+// What multiplies weights with panels of tokens.
+template <class Kernel>
+struct TokenMicrokernel {
+  using Type = typename Kernel::Microkernel;
+};
+template <LanesOfTokens Kernel>
+struct TokenMicrokernel<Kernel> {
+  using Type = typename Kernel::Microkernel::TokenLanes;
+};
+
 // The plan for a product whose A is read once, from memory.
 template <class Micro>
 arch::BlockPlan streamed_plan(index_t rows, index_t cols) {
@@ -72,38 +82,58 @@ arch::BlockPlan streamed_plan(index_t rows, index_t cols) {
   return Micro::plan(rows, cols);
 }
 
+// gemm_nt of tokens in panels: C^T, block by block.
+template <class Kernel, std::size_t Outputs, class Epilogue>
+void product_with_panels(ThreadContext<Kernel>& thread, index_t out, index_t tokens,
+                         const std::array<std::span<const Term<typename Kernel::Compute>>, Outputs>& outputs,
+                         Epilogue&& epilogue) {
+  using Micro = typename TokenMicrokernel<Kernel>::Type;
+  std::array<TokenBlock, Outputs> results;
+  for_each_block<Kernel, Micro>(thread.session, thread.scratch, streamed_plan<Micro>(out, tokens),
+                                Micro::kKUnit, outputs, [&](const std::array<Block, Outputs>& blocks) {
+                                  for (std::size_t o = 0; o < Outputs; ++o) {
+                                    const Block& block = blocks[o];
+                                    results[o] = {block.row, block.rows,   block.col, block.cols,
+                                                  block.c,   block.stride, false};
+                                  }
+                                  epilogue(results);
+                                });
+}
+
+// gemm_nt of tokens in rows: C, as a whole.
+template <class Kernel, std::size_t Outputs, class Epilogue>
+void product_with_rows(ThreadContext<Kernel>& thread, index_t out, index_t tokens, index_t all_tokens,
+                       const std::array<std::span<const Term<typename Kernel::Compute>>, Outputs>& outputs,
+                       Epilogue&& epilogue) {
+  using E = typename Kernel::Compute;
+  std::array<TokenBlock, Outputs> results;
+  const index_t stride = strips_stride(out);
+  float* c = thread.scratch.c_blocks.template as<float>(tokens * stride * static_cast<index_t>(Outputs));
+  for (std::size_t o = 0; o < Outputs; ++o, c += tokens * stride) {
+    sum_terms<Term<E>>(outputs[o], tokens, {c, stride, true},
+                       [&](const Term<E>& term, const arch::SumRows& sums) {
+                         multiply_columns<Kernel>(thread.scratch, term.b.data, term.b.row_stride(), tokens,
+                                                  all_tokens, term.a, out, term.k, sums);
+                       });
+    results[o] = {0, out, 0, tokens, c, stride, true};
+  }
+  epilogue(results);
+}
+
 // The result [tokens, out] = sum over the terms of X [tokens, k] x W^T, W [out, k], for one or two sets of weights
-// (gate and up) over the same tokens; epilogue(std::array<TokenBlock, Outputs>). all_tokens:
-// of the expert of which these are some, see multiply_columns().
+// (gate and up) over the same tokens; epilogue(std::array<TokenBlock, Outputs>). all_tokens: of the expert of which these
+// are some; they decide how X lies (gemm/tokens.hpp), see also multiply_columns().
 template <class Kernel, std::size_t Outputs, class Epilogue>
 void gemm_nt(ThreadContext<Kernel>& thread, index_t out, index_t tokens, index_t all_tokens,
              const std::array<std::span<const Term<typename Kernel::Compute>>, Outputs>& outputs,
              Epilogue&& epilogue) {
-  using E = typename Kernel::Compute;
-  std::array<TokenBlock, Outputs> results;
   if constexpr (MultipliesStrips<Kernel>) {
-    const index_t stride = strips_stride(out);
-    float* c = thread.scratch.c_blocks.template as<float>(tokens * stride * static_cast<index_t>(Outputs));
-    for (std::size_t o = 0; o < Outputs; ++o, c += tokens * stride) {
-      sum_terms<Term<E>>(outputs[o], tokens, {c, stride, true},
-                         [&](const Term<E>& term, const arch::SumRows& sums) {
-                           multiply_columns<Kernel>(thread.scratch, term.b.data, term.b.row_stride(), tokens,
-                                                    all_tokens, term.a, out, term.k, sums);
-                         });
-      results[o] = {0, out, 0, tokens, c, stride, true};
+    if (tokens_in_rows<Kernel>(all_tokens)) {
+      return product_with_rows(thread, out, tokens, all_tokens, outputs, epilogue);
     }
-    epilogue(results);
-  } else {
-    using Micro = typename Kernel::Microkernel;
-    for_each_block<Kernel>(thread.session, thread.scratch, streamed_plan<Micro>(out, tokens), Micro::kKUnit,
-                           outputs, [&](const std::array<Block, Outputs>& blocks) {
-                             for (std::size_t o = 0; o < Outputs; ++o) {
-                               const Block& block = blocks[o];
-                               results[o] = {block.row, block.rows,   block.col, block.cols,
-                                             block.c,   block.stride, false};
-                             }
-                             epilogue(results);
-                           });
+  }
+  if constexpr (PanelsOfTokens<Kernel>) {
+    product_with_panels(thread, out, tokens, outputs, epilogue);
   }
 }
 

@@ -9,8 +9,8 @@
 // For gemm_nn blocks of K are outermost, and strips follow along the same rows of B, where these would take longer to read
 // otherwise (MakesRowsAhead), or A is staged a block at a time.
 //
-// While a strip is multiplied the next is made where the kernel can (arch/strip_ahead.hpp), and the memory of those that
-// follow is on its way. An element of C is one chain of products along K whatever the block sizes: the same bits.
+// While a strip of rows is multiplied the next is made where the kernel can (arch/strip_ahead.hpp), and the memory of those
+// that follow is on its way. An element of C is one chain of products along K whatever the block sizes: the same bits.
 #pragma once
 
 #include <algorithm>
@@ -90,13 +90,11 @@ arch::BytesAhead strips_ahead(const arch::RowSource<S>& source, const StripWalk<
 template <class Micro, class S>
 struct AheadOf {
   using Rows = void;
-  using Columns = void;
 };
 template <class Micro>
   requires requires { typename Micro::RowsAhead; }
 struct AheadOf<Micro, bf16> {
   using Rows = typename Micro::RowsAhead;
-  using Columns = typename Micro::ColumnsAhead;
 };
 
 // How deep strips of a product of `rows` rows over k steps may be: those that Ahead makes while another is multiplied deeper
@@ -240,12 +238,11 @@ void multiply_columns(Scratch& scratch, const typename Kernel::Compute* x, index
   }
   Strips<Kernel> strips(scratch);
   with_adjacent_rows<Kernel>(scratch, w, out, k, [&]<class S>(const arch::RowSource<S>& source) {
-    using Ahead = typename AheadOf<Micro, S>::Columns;
-    const StripsAlongK order(k, out, arch::kStripDepth<E>, most_depth<E, Ahead>(source, tokens, k));
+    const StripsAlongK order(k, out, arch::kStripDepth<E>, arch::kStripDepth<E>);
     for (StripWalk walk(order); !walk.done(); walk.advance()) {
       const Strip& strip = walk.here();
       const auto from = source.from_row(strip.col).from_column(strip.kk);
-      strips.template multiply<Ahead>(
+      strips.template multiply<void>(
           x + strip.kk, x_stride, tokens, place(from, 0, 0), strip.depth, strip.cols,
           c.after(strip.kk).from(0, strip.col), strips_ahead(source, walk, RowsOfSource::kColumnsOfB),
           [&](auto* to) { Micro::strip_of_columns(from, strip.cols, strip.depth, to); });

@@ -21,6 +21,13 @@ concept SumsInPlace = requires { Kernel::Microkernel::in_place(1, 1); };
 template <class Kernel>
 concept DotsInPlace = requires { Kernel::Microkernel::kInPlaceTokens; };
 
+// A kernel whose gemm_nt has tokens along the lanes, from panels: those of tiles, and of strips one that then neither copies
+// nor transposes weights (arch/avx512/token_lanes.hpp), unless an expert's tokens are so few that they are read in place.
+template <class Kernel>
+concept LanesOfTokens = requires { typename Kernel::Microkernel::TokenLanes; };
+template <class Kernel>
+concept PanelsOfTokens = LanesOfTokens<Kernel> || !MultipliesStrips<Kernel>;
+
 // A kernel of strips that makes the next one from rows of B while one is multiplied (arch/strip_ahead.hpp): gemm_nn goes
 // strip by strip of columns. Others pay for how far apart such a strip's rows are, and go by blocks of rows.
 template <class Kernel>
@@ -35,6 +42,13 @@ constexpr index_t padded_k(index_t k) {
   return round_up(k, Kernel::Microkernel::kKUnit);
 }
 
+// Whether the operands of an expert with so many tokens are rows, or else panels.
+template <class Kernel>
+constexpr bool tokens_in_rows(index_t all_tokens) {
+  if constexpr (LanesOfTokens<Kernel>) return all_tokens <= Kernel::Microkernel::kInPlaceTokens;
+  return MultipliesStrips<Kernel>;
+}
+
 // Elements that one token takes in an operand of K = k.
 template <class Kernel>
 constexpr index_t token_stride(index_t k) {
@@ -45,14 +59,16 @@ constexpr index_t token_stride(index_t k) {
   }
 }
 
-// x [tokens, k]: 16 tokens are panel_stride elements, for either kind of kernel.
+// x [tokens, k] of an expert with all_tokens: 16 tokens are panel_stride elements, in rows or in panels.
 template <class Kernel>
-void pack_operand(const AnyRows& x, index_t tokens, index_t k, const Panels<typename Kernel::Compute>& to) {
+void pack_operand(const AnyRows& x, index_t tokens, index_t all_tokens, index_t k,
+                  const Panels<typename Kernel::Compute>& to) {
   using E = typename Kernel::Compute;
   x.visit([&](const auto& source) {
-    if constexpr (MultipliesStrips<Kernel>) {
-      Kernel::Rows::template stage<E>(source, tokens, k, padded_k<Kernel>(k), to.data, to.row_stride());
-    } else {
+    if (tokens_in_rows<Kernel>(all_tokens)) {
+      return Kernel::Rows::template stage<E>(source, tokens, k, padded_k<Kernel>(k), to.data, to.row_stride());
+    }
+    if constexpr (PanelsOfTokens<Kernel>) {
       Kernel::Rows::template pack_columns<E>(source, tokens, k, padded_k<Kernel>(k), to.data, to.panel_stride);
     }
   });
@@ -89,32 +105,42 @@ void store_tokens(const TokenBlock& block, T* data, index_t stride, float scale,
   }
 }
 
-// The block times `scale` as elements [first, first + outs) along the K of an operand with `k` in all, zeros
-// behind the last. `to` begins with the block's first token.
+// append_operand() where operands are rows, each of which has `padded` elements from `first` on.
 template <class Kernel>
-void append_operand(const TokenBlock& block, float scale, const Panels<typename Kernel::Compute>& to,
-                    index_t first, index_t k) {
+void append_rows(const TokenBlock& block, float scale, const Panels<typename Kernel::Compute>& to,
+                 index_t first, index_t padded) {
+  using E = typename Kernel::Compute;
+  store_tokens<Kernel>(block, to.data + first, to.row_stride(), scale, nullptr);
+  if (padded == block.outs) return;
+  for (index_t t = 0; t < block.tokens; ++t) {
+    std::fill_n(to.data + t * to.row_stride() + first + block.outs, padded - block.outs, from_float<E>(0.0F));
+  }
+}
+
+// append_operand() where they are panels.
+template <class Kernel>
+void append_panels(const TokenBlock& block, float scale, const Panels<typename Kernel::Compute>& to,
+                   index_t first, index_t padded) {
   using E = typename Kernel::Compute;
   using Rows = typename Kernel::Rows;
-  const index_t padded = first + block.outs == k ? padded_k<Kernel>(k) - first : block.outs;
-  if constexpr (MultipliesStrips<Kernel>) {
-    store_tokens<Kernel>(block, to.data + first, to.row_stride(), scale, nullptr);
-    if (padded == block.outs) return;
-    for (index_t t = 0; t < block.tokens; ++t) {
-      std::fill_n(to.data + t * to.row_stride() + k, padded - block.outs, from_float<E>(0.0F));
-    }
+  const arch::RowSource<float> steps{block.c, block.stride, 1, nullptr};
+  if constexpr (requires { Rows::kPairCols; }) {  // lays panels out in another way, says itself where a step is
+    Rows::template pack_rows<E>(steps, block.outs, padded, block.tokens, scale, to.data, to.panel_stride,
+                                first);
   } else {
-    const arch::RowSource<float> steps{block.c, block.stride, 1, nullptr};
-    if constexpr (requires {
-                    Rows::kPairCols;
-                  }) {  // lays panels out in another way, says itself where a step is
-      Rows::template pack_rows<E>(steps, block.outs, padded, block.tokens, scale, to.data, to.panel_stride,
-                                  first);
-    } else {
-      Rows::template pack_rows<E>(steps, block.outs, padded, block.tokens, scale,
-                                  to.data + first * arch::kPanelCols, to.panel_stride);
-    }
+    Rows::template pack_rows<E>(steps, block.outs, padded, block.tokens, scale,
+                                to.data + first * arch::kPanelCols, to.panel_stride);
   }
+}
+
+// The block times `scale` as elements [first, first + outs) along the K of an operand with `k` in all, zeros
+// behind the last. `to` begins with the block's first token; all_tokens: of the expert of which these are some.
+template <class Kernel>
+void append_operand(const TokenBlock& block, index_t all_tokens, float scale,
+                    const Panels<typename Kernel::Compute>& to, index_t first, index_t k) {
+  const index_t padded = first + block.outs == k ? padded_k<Kernel>(k) - first : block.outs;
+  if (tokens_in_rows<Kernel>(all_tokens)) return append_rows<Kernel>(block, scale, to, first, padded);
+  if constexpr (PanelsOfTokens<Kernel>) append_panels<Kernel>(block, scale, to, first, padded);
 }
 
 }  // namespace gemm

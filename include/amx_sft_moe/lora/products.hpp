@@ -34,7 +34,7 @@ void project(gemm::ThreadContext<Kernel>& thread, const AnyConstMatrix& lora_a, 
       thread, rank, tokens, all_tokens, outputs, [&](const std::array<gemm::TokenBlock, 1>& blocks) {
         const gemm::TokenBlock& u = blocks[0];
         for (const ProjectionTarget<Kernel>& to : targets) {
-          gemm::append_operand<Kernel>(u, to.scaling, to.operand.from_column(u.token), u.out, rank);
+          gemm::append_operand<Kernel>(u, all_tokens, to.scaling, to.operand.from_column(u.token), u.out, rank);
           if (to.rows.data == nullptr) continue;
           gemm::store_tokens<Kernel>(u, to.rows.row(u.token) + u.out, to.rows.row_stride, to.scaling,
                                      to.weights == nullptr ? nullptr : to.weights + u.token);

@@ -33,7 +33,7 @@ void forward_gather(Step<Kernel>& step, const AnyConstMatrix& x) {
     const auto packed = operand_of<Kernel>(x_operand, step.hidden, expert, task.row);
     worker.time(Phase::kGather, [&] {
       const auto rows = gemm::AnyRows(x).gathered(work.routing.token_of_row() + expert.row_begin + task.row);
-      gemm::pack_operand<Kernel>(rows, task.rows, step.hidden, packed);
+      gemm::pack_operand<Kernel>(rows, task.rows, expert.rows, step.hidden, packed);
     });
     if (step.lora.gate.rank() + step.lora.up.rank() == 0) return;
     worker.time(Phase::kLoraAForward, [&] {
@@ -96,7 +96,8 @@ void finish_gate_up_block(Step<Kernel>& step, const Task& task, const std::array
         }
       },
       step.activation);
-  gemm::append_operand<Kernel>(gate, 1.0F, h.from_column(gate.token), first, step.intermediate);
+  gemm::append_operand<Kernel>(gate, task.expert->rows, 1.0F, h.from_column(gate.token), first,
+                               step.intermediate);
 }
 
 // gemm_nt of an expert's tokens with weights of it, [out, k], cut into tasks.

@@ -5,20 +5,21 @@
 
 #include "amx_sft_moe/arch/avx512/in_place_bf16.hpp"
 #include "amx_sft_moe/arch/avx512/strip_ahead.hpp"
+#include "amx_sft_moe/arch/avx512/token_lanes.hpp"
 
 AMX_SFT_MOE_NAMESPACE_BEGIN
 namespace arch {
 
 // 6 rows x 64 columns: 24 accumulators, 4 registers of B, 1 broadcast of the 32 zmm. Each loaded line of B serves 6
 // products, each broadcast 4. Latency times rate is 8 to 12: 12 accumulators would do.
-// In place: dot products of 4 rows x 6 tokens, 24 accumulators, 4 registers of W, 1 of x; no pair is transposed, which
-// a strip of few tokens takes as long for as for its products.
+// gemm_nt has tokens along the lanes; with up to 16 of them that is no faster than dot products of 4 rows x 6 tokens, 24
+// accumulators, 4 registers of W, 1 of x, for which no lane is left over.
 struct Avx512Bf16Microkernel : StripTiles<Avx512Bf16Microkernel, bf16, 6, 4, 4>,
                                InPlaceSums<avx512::InPlacePairTiles, 10>,
-                               InPlaceDots<avx512::InPlacePairTiles, 18, 4, 6> {
+                               InPlaceDots<avx512::InPlacePairTiles, 16, 4, 6> {
   static_assert(kCols == kStripCols);  // a strip is one block, for what packs it
   using RowsAhead = avx512::RowsAhead;
-  using ColumnsAhead = avx512::ColumnsAhead;
+  using TokenLanes = avx512::TokenLanes;
   template <class S>
   static void strip_of_rows(const RowSource<S>& src, index_t k, index_t cols, bf16* strip) {
     avx512::strip_of_rows(src, k, cols, strip);

@@ -121,6 +121,10 @@ inline float mm512_reduce_add_ps(const simde__m512& vector) {
 #define _mm512_add_ps simde_mm512_add_ps
 #undef _mm512_and_si512
 #define _mm512_and_si512 simde_mm512_and_si512
+#undef _mm512_broadcast_i32x4
+#define _mm512_broadcast_i32x4 simde_mm512_broadcast_i32x4
+#undef _mm512_broadcast_i64x4
+#define _mm512_broadcast_i64x4 simde_mm512_broadcast_i64x4
 #undef _mm512_castpd_ps
 #define _mm512_castpd_ps simde_mm512_castpd_ps
 #undef _mm512_castps512_ps256
