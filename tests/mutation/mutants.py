@@ -100,7 +100,8 @@ _LEFT_OUT = re.compile(
     r"|[Pp]refetch|kPackRowsAhead|ahead_|ask_ahead|\.later|asked_|\b(near|far)\[|\bfar_shift =|\bkNear\w+"
     r"|kWaitingRows|index_t byte\b|\bdone_\b|\bpace_\.|kLineBytes;|kCacheLine ?=|kAheadDepth"
     r"|(ahead|rows)(\.|->)turn|ask_for_line|in_order|kFarBytes|rows_\.(any|ask|next)\(|\bany\(\)|later_ != 0"
-    r"|kLeadProducts|rows_behind|\blater = |place = \[|place\(0, k\)|segment\.a\) \+|\.a_stride \+ step|\+\+tiles"
+    r"|kLeadProducts|rows_behind|\blater = |place = \[|place\(0, k\)|segment\.a\) \+"
+    r"|\.a_stride \+ step|\+\+tiles"
     # Sizes of blocks, and when B is read in place: speed only.
     r"|kStripBytes =|kStripDepth =|kFarRows =|k <= k\w*Steps|part_of_columns|parts\)|parts ="
     r"|<= arch::kFewFactorRows|const bool rounded ="
