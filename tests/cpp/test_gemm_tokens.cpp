@@ -68,6 +68,11 @@ class GemmTokens : public testing::Test {
     return static_cast<float>(sum);
   }
 
+  // So that the order of summation shows.
+  void make_sums_round() {
+    for (index_t i = 0; i < kMostTokens * kMostIn; ++i) x_[i] /= 3;
+  }
+
   void expect_exact(index_t in, index_t tokens, index_t outs = kOut) {
     const std::vector<float> y = product(in, 0, tokens, tokens, outs);
     for (index_t t = 0; t < tokens; ++t) {
@@ -78,10 +83,9 @@ class GemmTokens : public testing::Test {
     }
   }
 
-  // One strip that is not full; more than one of whatever depth, all but the first made while the one before is
-  // multiplied where that can be (608), all but the rest as well (592), or none (531).
+  // One strip that is not full; more than one of whatever depth; and an odd K.
   static constexpr std::array<index_t, 4> kIns{77, 531, 592, 608};
-  // Strips up to the deepest there is: 256, then 512, then 1024 steps and less.
+  // More of it than a strip or, of many tokens, a part of their panels has.
   static constexpr index_t kDeepIn = 2016;
   static constexpr index_t kMostTokens = 200, kMostIn = kDeepIn;
   AlignedBuffer<W> weights_;
@@ -95,8 +99,7 @@ using Kernels =
 TYPED_TEST_SUITE(GemmTokens, Kernels);
 
 TYPED_TEST(GemmTokens, ATaskOfFewTokensHasTheBitsOfAll) {
-  // Sums that have to be rounded, so that their order shows.
-  for (index_t i = 0; i < this->kMostTokens * this->kMostIn; ++i) this->x_[i] /= 3;
+  this->make_sums_round();
   for (const index_t in : this->kIns) {
     const std::vector<float> all = this->product(in, 0, 70, 70);
     for (const auto& [first, tokens] : {std::pair<index_t, index_t>{64, 6}, {0, 1}, {32, 8}, {48, 22}}) {
@@ -118,12 +121,34 @@ TYPED_TEST(GemmTokens, EveryNumberOfPanelsIsExact) {
   for (const index_t whole : {16, 32, 48, 64, 80, 96, 112, 176}) {
     for (const index_t more : {1, 4, 5, 8, 9, 16}) this->expect_exact(77, whole + more);
   }
+  this->expect_exact(77, 200);  // more than a block of C has
+  this->expect_exact(1, 40);
 }
 
 // Tiles of 4 and 8 rows of W, and all that may be left over.
 TYPED_TEST(GemmTokens, EveryNumberOfOutputsIsExact) {
   for (const index_t tokens : {3, 17, 22, 40, 50, 63}) {
     for (index_t outs = 1; outs <= 40; ++outs) this->expect_exact(77, tokens, outs);
+  }
+}
+
+// A panel alone, of an expert with more.
+TYPED_TEST(GemmTokens, TheLastFewTokensHaveTheBitsOfAll) {
+  this->make_sums_round();
+  for (index_t outs = 1; outs <= 9; ++outs) {
+    const std::vector<float> all = this->product(77, 0, 70, 70, outs);
+    const std::vector<float> last = this->product(77, 64, 6, 70, outs);
+    EXPECT_EQ(0, std::memcmp(last.data(), all.data() + 64 * outs, last.size() * sizeof(float)))
+        << outs << " outputs";
+  }
+}
+
+// A sum of nothing, where there was something else.
+TYPED_TEST(GemmTokens, WithoutTermsResultsAreZero) {
+  for (const index_t tokens : {3, 20, 70}) {
+    this->product(77, 0, tokens, tokens);
+    const std::vector<float> y = this->product(0, 0, tokens, tokens);
+    EXPECT_EQ(std::vector<float>(y.size(), 0.0F), y) << tokens << " tokens";
   }
 }
 
@@ -136,7 +161,16 @@ TYPED_TEST(GemmTokens, DeepPanelsAreExact) {
   for (const index_t tokens : {164, 168, 192}) {
     ASSERT_GT(tokens * this->kDeepIn * index_t{sizeof(bf16)}, arch::kLanesBytes);
     this->expect_exact(this->kDeepIn, tokens, 40);
+    this->expect_exact(this->kDeepIn - 1, tokens, 9);
   }
+}
+
+// Nor does it show that a task of fewer tokens has all of K at once.
+TYPED_TEST(GemmTokens, PartsOfDeepPanelsHaveTheBitsOfTheWhole) {
+  this->make_sums_round();
+  const std::vector<float> all = this->product(this->kDeepIn, 0, 192, 192, 40);
+  const std::vector<float> some = this->product(this->kDeepIn, 160, 32, 192, 40);
+  EXPECT_EQ(0, std::memcmp(some.data(), all.data() + 160 * 40, some.size() * sizeof(float)));
 }
 
 // W^T in memory.

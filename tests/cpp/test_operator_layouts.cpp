@@ -15,12 +15,13 @@ namespace {
 
 inline constexpr Case kOdd{"odd", 19, 2, 3, 37, 53, {7, 3, 5}};
 inline constexpr Case kEven{"even", 21, 2, 3, 64, 48, {16, 16, 16}};
+inline constexpr Case kMany{"many", 70, 2, 3, 64, 48, {16, 16, 16}};  // rows of an expert
 
 template <class Kernel>
 class OperatorLayouts : public KernelTest<Kernel> {
  protected:
   static void expect_same(const Storage& one, const Storage& other) {
-    for (const Case& c : {kOdd, kEven}) {
+    for (const Case& c : {kOdd, kEven, kMany}) {
       SCOPED_TRACE(c.name);
       expect_same_bits(step_alone<Kernel>(random_problem(c, one, kWeightDType<Kernel>)),
                        step_alone<Kernel>(random_problem(c, other, kWeightDType<Kernel>)));

@@ -100,12 +100,12 @@ _LEFT_OUT = re.compile(
     r"|[Pp]refetch|kPackRowsAhead|ahead_|ask_ahead|\.later|asked_|\b(near|far)\[|\bfar_shift =|\bkNear\w+"
     r"|kWaitingRows|index_t byte\b|\bdone_\b|\bpace_\.|kLineBytes;|kCacheLine ?=|kAheadDepth"
     r"|(ahead|rows)(\.|->)turn|ask_for_line|in_order|kFarBytes|rows_\.(any|ask|next)\(|\bany\(\)|later_ != 0"
-    r"|kLeadProducts|rows_behind|\blater = |place = \[|place\(0, k\)|segment\.a\) \+"
-    r"|\.a_stride \+ step|\+\+tiles"
+    r"|kLeadProducts|rows_left|\blater = |place = \[|place\(0, k\)|segment\.a\) \+"
+    r"|\.a_stride \+ step|\+\+tiles|ahead\.spread"
     # Sizes of blocks, and when B is read in place: speed only.
     r"|kStripBytes =|kStripDepth =|kFarRows =|k <= k\w*Steps|part_of_columns|parts\)|parts ="
     r"|<= arch::kFewFactorRows|const bool rounded ="
-    # Only the kernel onednn has such a plan of blocks.
+    # Sizes of blocks again: plans of one class.
     r"|uniform_plan|plan\.add\(\{0, rows, row_step"
     # Tasks that are still begun after one has failed: its error is thrown all the same.
     r"|\braised_"

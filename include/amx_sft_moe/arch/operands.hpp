@@ -1,5 +1,6 @@
 // The operand formats of microkernels. C[M, N] += A[M, K] x B[K, N]: A is read row by row, its K adjacent. For kernels
-// of strips B is cut as arch/strips.hpp says; for kernels of tiles it comes packed in panels of 16 columns:
+// of strips B is cut as arch/strips.hpp says; for kernels of tiles, and tokens along the lanes, it comes packed in panels of 16
+// columns:
 //
 //     panel p, bf16:  [K / 2][16 columns][2]     pairs along K, as VDPBF16PS and TDPBF16PS want them (VNNI)
 //     panel p, float: [K][16 columns]
@@ -65,6 +66,8 @@ struct Segment {
   const E* b = nullptr;  // panel p at b + p * panel_stride
   index_t panel_stride = 0;
   index_t k = 0;  // a multiple of the kernel's K unit; A and B hold zeros where data ended earlier
+  index_t rows_left =
+      0;  // of A where it lies, from this block's first to the last that will be read; 0: a copy
 };
 
 // Base product and LoRA, for gate and up, each perhaps with a staged tail of K.
@@ -74,8 +77,7 @@ template <class E>
 struct Segments {
   Segment<E> at[kMaxSegments];
   int count = 0;
-  index_t k_tile = 0;       // AMX: the step along K, of which every segment's k is a multiple
-  index_t rows_behind = 0;  // rows of A that follow, and will be read
+  index_t k_tile = 0;  // AMX: the step along K, of which every segment's k is a multiple
 
   void add(const Segment<E>& segment) {
     if (segment.k > 0) at[count++] = segment;

@@ -50,7 +50,8 @@ struct Blocking {
   static constexpr index_t kManyRows = 64;
   static constexpr index_t kTasksPerThread = 8;
   // Tokens of a task of gemm_nt with strips, of whose x only a block of K stays in L2 while a strip meets it: packing
-  // strips, 9 % of the time at 64 tokens where they are not made ahead, is half of that. Of gemm_nn too where they are.
+  // strips, 9 % of the time at 64 tokens, is half of that. With tokens along the lanes the same, without packing: the more
+  // tokens, the less memory is asked for. Of gemm_nn too where strips are made ahead.
   static constexpr index_t kStripTokens = 128;
   // Gradients of base weights, gemm_tn at full width. Rows of a gradient that share a task's packed x or h: packing
   // them costs a thousandth of an element a multiply-add, and a gradient still makes tens of tasks.

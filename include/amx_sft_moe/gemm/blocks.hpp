@@ -1,4 +1,4 @@
-// The loop nest that all three GEMM forms of kernels of tiles share, on one thread:
+// The loop nest that all three GEMM forms of kernels of tiles share, and gemm_nt with tokens along the lanes, on one thread:
 //
 //   for each class of a block plan of the kernel's              (at most four, one block shape each)
 //     for each group of rows                                   stage what of A cannot be used where it lies
@@ -69,12 +69,12 @@ class RowGroup {
   }
   void restart() { used_ = 0; }
 
-  // Appends the segments of `term` for the rows [row, row + rows).
-  void append(const Term<E>& term, index_t row, index_t rows, arch::Segments<E>& segments) {
+  // Appends the segments of `term` for the rows [row, row + rows) of those up to row_end.
+  void append(const Term<E>& term, index_t row, index_t rows, index_t row_end, arch::Segments<E>& segments) {
     const AnyRows a = term.a.from(row, 0);
     const E* direct = a.template direct<E>();
     const index_t begin = in_place(term);
-    segments.add({direct, a.row_stride(), term.b.data, term.b.panel_stride, begin});
+    segments.add({direct, a.row_stride(), term.b.data, term.b.panel_stride, begin, row_end - row});
     if (begin == term.k) return;
     const index_t tail = term.k - begin;
     const index_t padded = round_up(tail, k_tile_);
@@ -137,8 +137,7 @@ void for_each_block(typename Kernel::Session& session, Scratch& scratch, const a
       group.restart();
       for (std::size_t o = 0; o < Outputs; ++o) {
         segments[o].k_tile = k_tile;
-        segments[o].rows_behind = shape.row_end - row - here;
-        for (const Term<E>& term : outputs[o]) group.append(term, row, here, segments[o]);
+        for (const Term<E>& term : outputs[o]) group.append(term, row, here, shape.row_end, segments[o]);
       }
       for (index_t col = shape.col_begin; col < shape.col_end; col += shape.col_step) {
         const index_t wide = std::min(shape.col_step, shape.col_end - col);

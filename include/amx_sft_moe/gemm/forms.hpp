@@ -6,8 +6,8 @@
 //
 // Sums of products (LoRA beside base, gate beside up) are several terms of one call and round once.
 //
-// Kernels of tiles (AMX, oneDNN) go through gemm/blocks.hpp, kernels of strips through gemm/strips.hpp, but for gemm_tn of
-// few tokens.
+// Kernels of tiles (AMX, oneDNN) go through gemm/blocks.hpp, and so does gemm_nt with tokens along the lanes; kernels of
+// strips through gemm/strips.hpp, but for gemm_tn of few tokens.
 #pragma once
 
 #include <algorithm>

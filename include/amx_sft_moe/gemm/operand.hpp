@@ -76,8 +76,8 @@ class AnyRows {
   const std::int32_t* row_index_ = nullptr;
 };
 
-// B, packed (arch/operands.hpp): the panel of column c is at data + c / 16 * panel_stride. For kernels of strips
-// (gemm/tokens.hpp) the same memory holds a column's K as a row.
+// B, packed (arch/operands.hpp): the panel of column c is at data + c / 16 * panel_stride. Where tokens are in
+// rows (gemm/tokens.hpp) the same memory holds a column's K as one.
 template <class E>
 struct Panels {
   E* data = nullptr;

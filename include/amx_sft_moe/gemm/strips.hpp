@@ -85,16 +85,15 @@ arch::BytesAhead strips_ahead(const arch::RowSource<S>& source, const StripWalk<
   return {place_of(next), later, source.row_stride * kSize, count, length * kSize};
 }
 
-// What makes a strip from rows, or columns, of S while another is multiplied: of bf16 from bf16, where the kernel has it,
-// else void.
+// What makes a strip from rows of S while another is multiplied: of bf16 from bf16, where the kernel has it, else void.
 template <class Micro, class S>
 struct AheadOf {
-  using Rows = void;
+  using Type = void;
 };
 template <class Micro>
   requires requires { typename Micro::RowsAhead; }
 struct AheadOf<Micro, bf16> {
-  using Rows = typename Micro::RowsAhead;
+  using Type = typename Micro::RowsAhead;
 };
 
 // How deep strips of a product of `rows` rows over k steps may be: those that Ahead makes while another is multiplied deeper
@@ -154,7 +153,7 @@ void multiply_strip_of_rows(Strips<Kernel>& strips, const arch::RowSource<typena
   using Micro = typename Kernel::Microkernel;
   const Strip& strip = walk.here();
   const auto from = source.from_row(strip.kk).from_column(strip.col);
-  strips.template multiply<typename AheadOf<Micro, S>::Rows>(
+  strips.template multiply<typename AheadOf<Micro, S>::Type>(
       a.data + strip.kk, a.row_stride, rows, place(from, 0, 0), strip.depth, strip.cols,
       c.after(strip.kk).from(0, strip.col), strips_ahead(source, walk, RowsOfSource::kRowsOfB),
       [&](auto* to) { Micro::strip_of_rows(from, strip.depth, strip.cols, to); });
@@ -167,7 +166,7 @@ void multiply_rows_by_columns(Scratch& scratch, const arch::RowSource<typename K
   using E = typename Kernel::Compute;
   Strips<Kernel> strips(scratch);
   b.visit([&]<class S>(const arch::RowSource<S>& source) {
-    using Ahead = typename AheadOf<typename Kernel::Microkernel, S>::Rows;
+    using Ahead = typename AheadOf<typename Kernel::Microkernel, S>::Type;
     const StripsAlongK order(k, cols, arch::kStripDepth<E>, most_depth<E, Ahead>(source, rows, k));
     for (StripWalk walk(order); !walk.done(); walk.advance()) {
       multiply_strip_of_rows(strips, a, rows, source, walk, c);

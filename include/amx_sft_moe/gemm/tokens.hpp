@@ -1,6 +1,6 @@
 // How tokens stand in gemm_nt, x [tokens, k] as it comes and C as it goes. Kernels of tiles want x in panels, K
-// outermost, and make C^T [out, tokens]; kernels of strips want x in rows and make C [tokens, out]. The phases of
-// a pass see neither: this file is what they call.
+// outermost, and make C^T [out, tokens]; kernels of strips want x in rows and make C [tokens, out]; LanesOfTokens want the
+// one or the other by how many tokens an expert has. The phases of a pass see neither: this file is what they call.
 #pragma once
 
 #include <algorithm>
@@ -21,10 +21,11 @@ concept SumsInPlace = requires { Kernel::Microkernel::in_place(1, 1); };
 template <class Kernel>
 concept DotsInPlace = requires { Kernel::Microkernel::kInPlaceTokens; };
 
-// A kernel whose gemm_nt has tokens along the lanes, from panels: those of tiles, and of strips one that then neither copies
-// nor transposes weights (arch/avx512/token_lanes.hpp), unless an expert's tokens are so few that they are read in place.
+// A kernel of strips whose gemm_nt has tokens along the lanes (arch/avx512/token_lanes.hpp), unless an expert's are so few
+// that it multiplies in place.
 template <class Kernel>
 concept LanesOfTokens = requires { typename Kernel::Microkernel::TokenLanes; };
+// A kernel whose gemm_nt takes tokens in panels, always or sometimes.
 template <class Kernel>
 concept PanelsOfTokens = LanesOfTokens<Kernel> || !MultipliesStrips<Kernel>;
 

@@ -1,5 +1,5 @@
 // Row operations with AVX512 (F, BW, DQ, VL): the same interface and the same meaning as PortableRows, whose
-// functions serve whatever has no adjacent columns; and pack_columns, for kernels of tiles.
+// functions serve whatever has no adjacent columns; and pack_columns, for tokens in panels.
 #pragma once
 
 #include <algorithm>

@@ -1,6 +1,6 @@
 // Products of gemm_nt with tokens along the lanes, with VDPBF16PS: C^T [out, tokens] = W [out, k] x panels of tokens
 // (arch/operands.hpp). A pair of a row of W is broadcast from where it lies, so that W is neither transposed nor copied, and
-// each of its lines comes into L1 once for up to 48 tokens.
+// each of its lines comes into L1 once for up to 64 tokens.
 #pragma once
 
 #include <algorithm>
@@ -110,9 +110,12 @@ class LaneSums {
   // Each row's pair in its lanes.
   AMX_SFT_MOE_INLINE AMX_SFT_MOE_TARGET_AVX512_BF16 static __m512i of_rows(const __m512i* pair) {
     const __m512i low = _mm512_mask_mov_epi32(pair[0], lanes_of(1), pair[1]);
-    if constexpr (kShared == 2) return low;
-    const __m512i high = _mm512_mask_mov_epi32(pair[2], lanes_of(3), pair[3]);
-    return _mm512_mask_mov_epi32(low, static_cast<__mmask16>(lanes_of(2) | lanes_of(3)), high);
+    if constexpr (kShared == 2) {
+      return low;
+    } else {
+      const __m512i high = _mm512_mask_mov_epi32(pair[2], lanes_of(3), pair[3]);
+      return _mm512_mask_mov_epi32(low, static_cast<__mmask16>(lanes_of(2) | lanes_of(3)), high);
+    }
   }
 
   __m512 whole_[std::size_t{Rows}][std::size_t{kWhole}];
@@ -122,16 +125,16 @@ class LaneSums {
 // Tiles of 8 rows x up to 48 tokens, or 4 rows x 64: 24 accumulators at most. Of few tokens not more rows: those of a weight
 // are 4 KiB apart or more, in one set of L1, which has 8 to 12 places (benchmarks/LOG.md, "Tokens along the lanes").
 struct TokenLanes {
-  using Element = bf16;
   static constexpr index_t kKUnit = kPairing<bf16>;
-  // Of a block of C. 32 outputs of a token are a line of bf16.
+  // Of a block of C. 32 outputs of a token are a line of bf16; a task mostly has no more tokens (gemm/blocking.hpp:
+  // kStripTokens, half as many again).
   static constexpr index_t kMaxRows = 32, kMaxCols = 192;
 
   static constexpr BlockPlan plan(index_t rows, index_t cols) {
-    return uniform_plan(rows, cols, kMaxRows, kMaxCols);
+    return uniform_plan(rows, cols, kMaxRows, round_up(ceil_div(cols, ceil_div(cols, kMaxCols)), kPanelCols));
   }
 
-  // C [rows, cols] += the sum of the segments, or = it where C is fresh.
+  // C [rows, cols] += the sum of the segments, or = it where C is fresh; zeros where there are none.
   template <class Session>
   static void block(Session& /*session*/, int /*pattern*/, const Segments<bf16>& segments, index_t rows,
                     index_t cols, const SumRows& to) {
@@ -146,7 +149,8 @@ struct TokenLanes {
         part.a += k;
         part.b += k * kPanelCols;
         part.k = std::min(depth, segment.k - k);
-        multiply(part, rows, cols, c, ahead_of(segment, k, part.k, rows, segments.rows_behind));
+        LeadingPrefetch ahead = ahead_of(segment, k, part.k, rows);
+        multiply(part, rows, cols, c, ahead);
       }
     }
     if (!c.fresh) return;
@@ -156,15 +160,14 @@ struct TokenLanes {
  private:
   // Asks memory for the rows of steps [k, k + depth), in order, those that are read next and a bit ahead; behind the last
   // for the steps that follow, or else for the rows that do.
-  static LeadingPrefetch ahead_of(const Segment<bf16>& segment, index_t k, index_t depth, index_t rows,
-                                  index_t rows_behind) {
+  static LeadingPrefetch ahead_of(const Segment<bf16>& segment, index_t k, index_t depth, index_t rows) {
     constexpr index_t kSize = sizeof(bf16);
-    if (depth < kAheadDepth) return {BytesAhead{}, 0};
+    if (segment.rows_left == 0 || depth < kAheadDepth) return {BytesAhead{}, 0};
     const auto place = [&](index_t row, index_t step) {
       return reinterpret_cast<std::uintptr_t>(segment.a) +
              static_cast<std::uintptr_t>((row * segment.a_stride + step) * kSize);
     };
-    std::uintptr_t later = rows_behind > 0 ? place(rows, 0) : 0;
+    std::uintptr_t later = segment.rows_left > rows ? place(rows, 0) : 0;
     if (k + depth < segment.k) later = place(0, k + depth);
     return {{place(0, k), later, segment.a_stride * kSize, rows, depth * kSize},
             kRows + ceil_div(kFarBytes, depth * kSize)};
@@ -175,7 +178,7 @@ struct TokenLanes {
   static constexpr int kRowsOfFour = 4;
   static constexpr index_t rows_of(index_t panels) { return panels <= kMostPanels ? kRows : kRowsOfFour; }
 
-  // f(row, rows, panel, panels) for each tile of C: a few rows, which stay in L1, meet all panels. Tiles are as wide as one
+  // f(row, rows, panel, panels) for each tile of C: a few rows, which stay in L1 or L2, meet all panels. Tiles are as wide as one
   // another, the last ones by one panel wider, so that few columns of the last panel go along with others.
   template <class F>
   static void for_each_tile(index_t rows, index_t panels, F&& f) {
