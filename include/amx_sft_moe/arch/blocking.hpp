@@ -47,7 +47,7 @@ inline constexpr index_t kLanesBytes = index_t{512} << 10;
 // core waits for some ten to sixteen lines at a time on their way to L1, for 48 on their way to L2. Then near, into L1.
 // gemm_nn: rows of B, far ahead the next block and a bit. gemm_nt: bytes along a row of W, far ahead the rows that come
 // next, in order and a bit, or side by side (DotAhead).
-inline constexpr index_t kFarRows = 16;
+inline constexpr index_t kFarRows = 8;
 inline constexpr index_t kFarBytes = 4096;
 inline constexpr index_t kNearRows = 4;
 inline constexpr index_t kNearBytes = 512;
