@@ -139,6 +139,8 @@ inline constexpr std::array kCases = {
         {"biases_few_rows_wide_ranks", 64, 2, 16, 601, 37, {33, 17, 20}, kDistinct, false, kSilu, false}),
     with_biases({"biases_rows_131", 131, 1, 1, 33, 48, {5, 5, 5}}),
     with_biases({"gpt_oss_like", 40, 4, 8, 90, 90, {16, 16, 16}, kDistinct, true, kClamped}),
+    // The last task of gemm_nt has 6 tokens, as few as an expert would have read in place.
+    Case{"rows_4230", 4230, 1, 2, 16, 18, {3, 2, 4}, kOneExpert},
     // Gradients of the base weights: tails of every dimension, more rows than one sum takes, more rows and columns
     // than one task makes, beside LoRA and biases and alone.
     with_trained_base({"base_one_of_everything", 1, 1, 1, 1, 1, {1, 1, 1}}),
