@@ -56,7 +56,8 @@ void run_nt(int threads, index_t tokens, const W* weights, index_t matrices, ind
   Threads team(threads, tokens * out);
   const index_t stride = gemm::token_stride<Kernel>(in) * arch::kPanelCols;
   AlignedBuffer<E> packed(ceil_div(tokens, arch::kPanelCols) * stride);
-  gemm::pack_operand<Kernel>(MatrixView<const W>{activations, tokens, in, in}, tokens, tokens, in,
+  const gemm::TokenForm form = gemm::token_form<Kernel>(tokens, in);
+  gemm::pack_operand<Kernel>(MatrixView<const W>{activations, tokens, in, in}, tokens, in, form,
                              {packed.data(), stride});
   const index_t wide =
       gemm::Blocking::of_this_machine().nt_rows<Kernel>(tokens, out, {matrices, matrices * tokens, threads});
@@ -67,11 +68,10 @@ void run_nt(int threads, index_t tokens, const W* weights, index_t matrices, ind
     const std::array<gemm::Term<E>, 1> terms{
         {{gemm::AnyRows(matrix).from(first, 0), in, {packed.data(), stride}}}};
     const std::array<std::span<const gemm::Term<E>>, 1> outputs{{terms}};
-    gemm::gemm_nt<Kernel>(
-        context, std::min(wide, out - first), tokens, tokens, outputs, [&](const auto& blocks) {
-          const gemm::TokenBlock& block = blocks[0];
-          gemm::store_tokens<Kernel>(block, result + block.token * out + first + block.out, out, 1.0F, nullptr);
-        });
+    gemm::gemm_nt<Kernel>(context, std::min(wide, out - first), tokens, form, outputs, [&](const auto& blocks) {
+      const gemm::TokenBlock& block = blocks[0];
+      gemm::store_tokens<Kernel>(block, result + block.token * out + first + block.out, out, 1.0F, nullptr);
+    });
   });
 }
 

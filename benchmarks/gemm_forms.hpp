@@ -86,8 +86,9 @@ class KernelForms {
   double nt_seconds(index_t m, index_t products) {
     const index_t stride = gemm::token_stride<Kernel>(shape_.in) * arch::kPanelCols;
     const gemm::Panels<E> x{x_panels_.data(), stride};
-    gemm::pack_operand<Kernel>(MatrixView<const W>{memory_.activations.data(), m, shape_.in, shape_.in}, m, m,
-                               shape_.in, x);
+    const gemm::TokenForm form = gemm::token_form<Kernel>(m, shape_.in);
+    gemm::pack_operand<Kernel>(MatrixView<const W>{memory_.activations.data(), m, shape_.in, shape_.in}, m,
+                               shape_.in, form, x);
     const index_t step = std::min(m, blocking_.template tokens_for<Kernel>(shape_.in, m));
     const index_t wide =
         blocking_.template nt_rows<Kernel>(step, shape_.out, {products, products * m, threads_});
@@ -106,7 +107,7 @@ class KernelForms {
         gemm::store_tokens<Kernel>(block, result + (token + block.token) * shape_.out + first + block.out,
                                    shape_.out, 1.0F, nullptr);
       };
-      gemm::gemm_nt<Kernel>(context, rows, tokens, m, outputs, store_block);
+      gemm::gemm_nt<Kernel>(context, rows, tokens, form, outputs, store_block);
     });
   }
 

@@ -170,7 +170,8 @@ TEST_P(AmxCounts, GemmNt) {
     const std::array<std::span<const gemm::Term<bf16>>, 1> outputs{{terms}};
     Counted counted(out, m);
     counted.run([&](auto& thread) {
-      gemm::gemm_nt<Kernel>(thread, out, m, m, outputs, [&](const auto& blocks) { counted.take(blocks[0]); });
+      gemm::gemm_nt<Kernel>(thread, out, m, gemm::TokenForm::kPanels, outputs,
+                            [&](const auto& blocks) { counted.take(blocks[0]); });
     });
     expect_products(counted.counts, out, m, steps(k) + steps(rank));
     EXPECT_EQ(counted.counts.tileloadd + counted.counts.tileloaddt1,

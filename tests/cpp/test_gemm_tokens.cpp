@@ -46,13 +46,14 @@ class GemmTokens : public testing::Test {
     // What lies behind a token's K must not be used, not even times zero.
     std::fill_n(packed.data(), packed.capacity(), from_float<E>(std::nanf("")));
     const MatrixView<const float> x{x_.data() + first * kMostIn, tokens, in, kMostIn};
-    gemm::pack_operand<Kernel>(x, tokens, all_tokens, in, {packed.data(), stride});
+    const gemm::TokenForm form = gemm::token_form<Kernel>(all_tokens, in);
+    gemm::pack_operand<Kernel>(x, tokens, in, form, {packed.data(), stride});
     const std::array<gemm::Term<E>, 1> terms{{{weights, in, {packed.data(), stride}}}};
     const std::array<std::span<const gemm::Term<E>>, 1> outputs{{terms}};
     std::vector<float> y(static_cast<std::size_t>(tokens * outs), std::nanf(""));
     gemm::ThreadContext<Kernel> thread(scratch_);
     gemm::gemm_nt<Kernel>(
-        thread, outs, tokens, all_tokens, outputs, [&](const std::array<gemm::TokenBlock, 1>& blocks) {
+        thread, outs, tokens, form, outputs, [&](const std::array<gemm::TokenBlock, 1>& blocks) {
           const gemm::TokenBlock& block = blocks[0];
           gemm::store_tokens<Kernel>(block, y.data() + block.token * outs + block.out, outs, 1.0F, nullptr);
         });
@@ -85,9 +86,11 @@ class GemmTokens : public testing::Test {
 
   // One strip that is not full; more than one of whatever depth; and an odd K.
   static constexpr std::array<index_t, 4> kIns{77, 531, 592, 608};
+  // So many that x of some of the tokens that dot products take is too large for them.
+  static constexpr index_t kLongIn = 3001;
   // More of it than a strip or, of many tokens, a part of their panels has.
   static constexpr index_t kDeepIn = 2016;
-  static constexpr index_t kMostTokens = 200, kMostIn = kDeepIn;
+  static constexpr index_t kMostTokens = 200, kMostIn = kLongIn;
   AlignedBuffer<W> weights_;
   AlignedBuffer<float> x_;
   gemm::Scratch scratch_;
@@ -114,6 +117,10 @@ TYPED_TEST(GemmTokens, EveryNumberOfTokensIsExact) {
   for (const index_t in : this->kIns) {
     for (index_t tokens = 1; tokens <= 70; tokens += tokens < 20 ? 1 : 7) this->expect_exact(in, tokens);
   }
+}
+
+TYPED_TEST(GemmTokens, FewTokensOfLongRowsAreExact) {
+  for (index_t tokens = 11; tokens <= 17; ++tokens) this->expect_exact(this->kLongIn, tokens, 70);
 }
 
 // Tokens along the lanes: up to four panels, of the last 1 to 4, 5 to 8 or more columns; and more panels, in several tiles.
@@ -186,6 +193,22 @@ TYPED_TEST(GemmTokens, WeightsMayBeStrided) {
     const std::vector<float> y = this->product(weights, kIn, 0, tokens, tokens);
     EXPECT_EQ(this->product(kIn, 0, tokens, tokens), y) << tokens << " tokens";
   }
+}
+
+// By all the expert's tokens and the length of W's rows.
+TEST(TokenForm, DotProductsAreForFewTokensOfWhichNotTooMuchIsReadAgain) {
+  using Lanes = kernels::Avx512Bf16;
+  using Strips = kernels::Avx512<bf16>;
+  for (const auto& [tokens, k] : {std::pair<index_t, index_t>{1, 64}, {16, 64}, {16, 2048}, {14, 1 << 20}}) {
+    EXPECT_EQ(gemm::TokenForm::kDots, gemm::token_form<Lanes>(tokens, k)) << tokens << " tokens, K = " << k;
+  }
+  for (const auto& [tokens, k] :
+       {std::pair<index_t, index_t>{17, 64}, {16, 2049}, {15, 4096}, {1, 63}, {1, 0}}) {
+    EXPECT_EQ(gemm::TokenForm::kPanels, gemm::token_form<Lanes>(tokens, k)) << tokens << " tokens, K = " << k;
+  }
+  EXPECT_EQ(gemm::TokenForm::kDots, gemm::token_form<Strips>(12, 1 << 20));
+  EXPECT_EQ(gemm::TokenForm::kStrips, gemm::token_form<Strips>(13, 64));
+  EXPECT_EQ(gemm::TokenForm::kStrips, gemm::token_form<kernels::Portable<bf16>>(1, 64));
 }
 
 // Tasks begin where a panel does, none is much larger than what fits, and none is left with a few tokens.

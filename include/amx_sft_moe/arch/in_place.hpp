@@ -167,11 +167,14 @@ struct DotAhead {
 //   static void order(const Element* x, index_t x_stride, index_t tokens, index_t k, Element* to);
 // which has ahead.turn<O>(kk, first) for each cache line of a row from kk on, `first` once for kLine elements. kLine
 // elements of a row of W are one or two vectors of products, in an order that suits the type and the instructions.
-template <class Tiles, int MostTokens, int DotOuts, int DotTokens>
+template <class Tiles, int MostTokens, int DotOuts, int DotTokens, index_t MostElements = kAnyElements>
 struct InPlaceDots {
-  // Tokens of an expert up to which its weights are read in place.
-  static constexpr int kInPlaceTokens = MostTokens;
   using X = typename Tiles::Element;
+
+  // Whether the tokens of an expert are multiplied with weights [out, k] so, of all the expert's: the same for each task.
+  static constexpr bool dots(index_t tokens, index_t k) {
+    return tokens <= MostTokens && k >= kLongDot && (tokens <= kFewDots || tokens * k <= MostElements);
+  }
 
   // Elements of the copy of x that dot_in_place() reads.
   static constexpr index_t ordered_size(index_t tokens, index_t k) {

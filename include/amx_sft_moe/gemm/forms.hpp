@@ -102,7 +102,7 @@ void product_with_panels(ThreadContext<Kernel>& thread, index_t out, index_t tok
 
 // gemm_nt of tokens in rows: C, as a whole.
 template <class Kernel, std::size_t Outputs, class Epilogue>
-void product_with_rows(ThreadContext<Kernel>& thread, index_t out, index_t tokens, index_t all_tokens,
+void product_with_rows(ThreadContext<Kernel>& thread, index_t out, index_t tokens, TokenForm form,
                        const std::array<std::span<const Term<typename Kernel::Compute>>, Outputs>& outputs,
                        Epilogue&& epilogue) {
   using E = typename Kernel::Compute;
@@ -112,8 +112,8 @@ void product_with_rows(ThreadContext<Kernel>& thread, index_t out, index_t token
   for (std::size_t o = 0; o < Outputs; ++o, c += tokens * stride) {
     sum_terms<Term<E>>(outputs[o], tokens, {c, stride, true},
                        [&](const Term<E>& term, const arch::SumRows& sums) {
-                         multiply_columns<Kernel>(thread.scratch, term.b.data, term.b.row_stride(), tokens,
-                                                  all_tokens, term.a, out, term.k, sums);
+                         multiply_columns<Kernel>(thread.scratch, form, term.b.data, term.b.row_stride(),
+                                                  tokens, term.a, out, term.k, sums);
                        });
     results[o] = {0, out, 0, tokens, c, stride, true};
   }
@@ -121,15 +121,15 @@ void product_with_rows(ThreadContext<Kernel>& thread, index_t out, index_t token
 }
 
 // The result [tokens, out] = sum over the terms of X [tokens, k] x W^T, W [out, k], for one or two sets of weights
-// (gate and up) over the same tokens; epilogue(std::array<TokenBlock, Outputs>). all_tokens: of the expert of which these
-// are some; they decide how X lies (gemm/tokens.hpp), see also multiply_columns().
+// (gate and up) over the same tokens; epilogue(std::array<TokenBlock, Outputs>). X of all terms lies as `form` says
+// (gemm/tokens.hpp).
 template <class Kernel, std::size_t Outputs, class Epilogue>
-void gemm_nt(ThreadContext<Kernel>& thread, index_t out, index_t tokens, index_t all_tokens,
+void gemm_nt(ThreadContext<Kernel>& thread, index_t out, index_t tokens, TokenForm form,
              const std::array<std::span<const Term<typename Kernel::Compute>>, Outputs>& outputs,
              Epilogue&& epilogue) {
   if constexpr (MultipliesStrips<Kernel>) {
-    if (tokens_in_rows<Kernel>(all_tokens)) {
-      return product_with_rows(thread, out, tokens, all_tokens, outputs, epilogue);
+    if (form != TokenForm::kPanels) {
+      return product_with_rows(thread, out, tokens, form, outputs, epilogue);
     }
   }
   if constexpr (PanelsOfTokens<Kernel>) {

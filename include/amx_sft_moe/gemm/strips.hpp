@@ -218,16 +218,15 @@ void multiply_rows(Scratch& scratch, const AnyRows& a, index_t rows, const AnyRo
   multiply_rows_by_blocks<Kernel>(scratch, a, rows, b, k, cols, c);
 }
 
-// C [tokens, out] += X [tokens, k] x W^T, W [out, k]; X in rows `x_stride` apart, zeros up to the kernel's unit. Dot
-// products and strips differ in the order of summation; k and all_tokens, of the expert of which these are some,
-// decide, and not how this machine's caches cut them into tasks: the same bits on every machine.
+// C [tokens, out] += X [tokens, k] x W^T, W [out, k]; X in rows `x_stride` apart, zeros up to the kernel's unit. Terms too
+// short for dot products have strips beside them.
 template <class Kernel>
-void multiply_columns(Scratch& scratch, const typename Kernel::Compute* x, index_t x_stride, index_t tokens,
-                      index_t all_tokens, const AnyRows& w, index_t out, index_t k, const arch::SumRows& c) {
+void multiply_columns(Scratch& scratch, TokenForm form, const typename Kernel::Compute* x, index_t x_stride,
+                      index_t tokens, const AnyRows& w, index_t out, index_t k, const arch::SumRows& c) {
   using Micro = typename Kernel::Microkernel;
   using E = typename Kernel::Compute;
   if constexpr (DotsInPlace<Kernel>) {
-    if (all_tokens <= Micro::kInPlaceTokens && k >= arch::kLongDot) {
+    if (form == TokenForm::kDots && k >= arch::kLongDot) {
       return with_adjacent_rows<Kernel>(scratch, w, out, k, [&]<class S>(const arch::RowSource<S>& source) {
         E* ordered = scratch.a_rows.template as<E>(Micro::ordered_size(tokens, k));
         Micro::template order_tokens<S>(x, x_stride, tokens, k, ordered);

@@ -1,9 +1,10 @@
 // How tokens stand in gemm_nt, x [tokens, k] as it comes and C as it goes. Kernels of tiles want x in panels, K
 // outermost, and make C^T [out, tokens]; kernels of strips want x in rows and make C [tokens, out]; LanesOfTokens want the
-// one or the other by how many tokens an expert has. The phases of a pass see neither: this file is what they call.
+// one or the other. The phases of a pass see neither: this file is what they call.
 #pragma once
 
 #include <algorithm>
+#include <cstdint>
 
 #include "amx_sft_moe/gemm/operand.hpp"
 
@@ -19,10 +20,9 @@ concept MultipliesStrips = requires { Kernel::Microkernel::kStrips; };
 template <class Kernel>
 concept SumsInPlace = requires { Kernel::Microkernel::in_place(1, 1); };
 template <class Kernel>
-concept DotsInPlace = requires { Kernel::Microkernel::kInPlaceTokens; };
+concept DotsInPlace = requires { Kernel::Microkernel::dots(1, 1); };
 
-// A kernel of strips whose gemm_nt has tokens along the lanes (arch/avx512/token_lanes.hpp), unless an expert's are so few
-// that it multiplies in place.
+// A kernel of strips whose gemm_nt has tokens along the lanes (arch/avx512/token_lanes.hpp), unless it multiplies in place.
 template <class Kernel>
 concept LanesOfTokens = requires { typename Kernel::Microkernel::TokenLanes; };
 // A kernel whose gemm_nt takes tokens in panels, always or sometimes.
@@ -43,11 +43,19 @@ constexpr index_t padded_k(index_t k) {
   return round_up(k, Kernel::Microkernel::kKUnit);
 }
 
-// Whether the operands of an expert with so many tokens are rows, or else panels.
+// How an expert's tokens are multiplied with a weight, and so how they lie: in rows for dot products with rows of the weight
+// where these lie, in rows for strips of it, or in panels.
+enum class TokenForm : std::uint8_t { kDots, kStrips, kPanels };
+
+// The form of all operands of an expert's product with weights [out, k], LoRA's second term included. Sums of dot products
+// are in another order: all_tokens of the expert and k decide, and not how this machine's caches cut these into tasks: the
+// same bits on every machine.
 template <class Kernel>
-constexpr bool tokens_in_rows(index_t all_tokens) {
-  if constexpr (LanesOfTokens<Kernel>) return all_tokens <= Kernel::Microkernel::kInPlaceTokens;
-  return MultipliesStrips<Kernel>;
+constexpr TokenForm token_form(index_t all_tokens, index_t k) {
+  if constexpr (DotsInPlace<Kernel>) {
+    if (Kernel::Microkernel::dots(all_tokens, k)) return TokenForm::kDots;
+  }
+  return PanelsOfTokens<Kernel> ? TokenForm::kPanels : TokenForm::kStrips;
 }
 
 // Elements that one token takes in an operand of K = k.
@@ -60,13 +68,13 @@ constexpr index_t token_stride(index_t k) {
   }
 }
 
-// x [tokens, k] of an expert with all_tokens: 16 tokens are panel_stride elements, in rows or in panels.
+// x [tokens, k]: 16 tokens are panel_stride elements, in rows or in panels.
 template <class Kernel>
-void pack_operand(const AnyRows& x, index_t tokens, index_t all_tokens, index_t k,
+void pack_operand(const AnyRows& x, index_t tokens, index_t k, TokenForm form,
                   const Panels<typename Kernel::Compute>& to) {
   using E = typename Kernel::Compute;
   x.visit([&](const auto& source) {
-    if (tokens_in_rows<Kernel>(all_tokens)) {
+    if (form != TokenForm::kPanels) {
       return Kernel::Rows::template stage<E>(source, tokens, k, padded_k<Kernel>(k), to.data, to.row_stride());
     }
     if constexpr (PanelsOfTokens<Kernel>) {
@@ -118,13 +126,14 @@ void append_rows(const TokenBlock& block, float scale, const Panels<typename Ker
   }
 }
 
-// append_operand() where they are panels.
+// append_operand() where they are panels; the block may have come of rows, of a product with a shorter k.
 template <class Kernel>
 void append_panels(const TokenBlock& block, float scale, const Panels<typename Kernel::Compute>& to,
                    index_t first, index_t padded) {
   using E = typename Kernel::Compute;
   using Rows = typename Kernel::Rows;
-  const arch::RowSource<float> steps{block.c, block.stride, 1, nullptr};
+  const bool strided = block.token_lines;
+  const arch::RowSource<float> steps{block.c, strided ? 1 : block.stride, strided ? block.stride : 1, nullptr};
   if constexpr (requires { Rows::kPairCols; }) {  // lays panels out in another way, says itself where a step is
     Rows::template pack_rows<E>(steps, block.outs, padded, block.tokens, scale, to.data, to.panel_stride,
                                 first);
@@ -135,12 +144,12 @@ void append_panels(const TokenBlock& block, float scale, const Panels<typename K
 }
 
 // The block times `scale` as elements [first, first + outs) along the K of an operand with `k` in all, zeros
-// behind the last. `to` begins with the block's first token; all_tokens: of the expert of which these are some.
+// behind the last. `to` begins with the block's first token.
 template <class Kernel>
-void append_operand(const TokenBlock& block, index_t all_tokens, float scale,
+void append_operand(const TokenBlock& block, TokenForm form, float scale,
                     const Panels<typename Kernel::Compute>& to, index_t first, index_t k) {
   const index_t padded = first + block.outs == k ? padded_k<Kernel>(k) - first : block.outs;
-  if (tokens_in_rows<Kernel>(all_tokens)) return append_rows<Kernel>(block, scale, to, first, padded);
+  if (form != TokenForm::kPanels) return append_rows<Kernel>(block, scale, to, first, padded);
   if constexpr (PanelsOfTokens<Kernel>) append_panels<Kernel>(block, scale, to, first, padded);
 }
 

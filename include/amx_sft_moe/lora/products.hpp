@@ -20,21 +20,21 @@ struct ProjectionTarget {
   const float* weights = nullptr;                  // [tokens]
 };
 
-// u = scaling x A^T for one target, or for the two that share A: x an operand [tokens, k], A = lora_a [r, k]. gemm_nt,
-// see there for all_tokens
+// u = scaling x A^T for one target, or for the two that share A: x an operand [tokens, k], A = lora_a [r, k], u in the same
+// form. gemm_nt
 template <class Kernel>
 void project(gemm::ThreadContext<Kernel>& thread, const AnyConstMatrix& lora_a, index_t tokens,
-             index_t all_tokens, const gemm::Panels<const typename Kernel::Compute>& x,
+             gemm::TokenForm form, const gemm::Panels<const typename Kernel::Compute>& x,
              std::span<const ProjectionTarget<Kernel>> targets) {
   using E = typename Kernel::Compute;
   const index_t rank = lora_a.rows();
   const std::array<gemm::Term<E>, 1> terms{{{gemm::AnyRows(lora_a), lora_a.cols(), x}}};
   const std::array<std::span<const gemm::Term<E>>, 1> outputs{{terms}};
   gemm::gemm_nt<Kernel>(
-      thread, rank, tokens, all_tokens, outputs, [&](const std::array<gemm::TokenBlock, 1>& blocks) {
+      thread, rank, tokens, form, outputs, [&](const std::array<gemm::TokenBlock, 1>& blocks) {
         const gemm::TokenBlock& u = blocks[0];
         for (const ProjectionTarget<Kernel>& to : targets) {
-          gemm::append_operand<Kernel>(u, all_tokens, to.scaling, to.operand.from_column(u.token), u.out, rank);
+          gemm::append_operand<Kernel>(u, form, to.scaling, to.operand.from_column(u.token), u.out, rank);
           if (to.rows.data == nullptr) continue;
           gemm::store_tokens<Kernel>(u, to.rows.row(u.token) + u.out, to.rows.row_stride, to.scaling,
                                      to.weights == nullptr ? nullptr : to.weights + u.token);

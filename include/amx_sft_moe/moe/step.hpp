@@ -32,6 +32,14 @@ struct Step {
   StepTimer& timer;
   SavedActivations<Stored> saved;  // of this step; null views in a forward that saves nothing
 
+  // How x and h of an expert stand in its products, with LoRA's u beside them.
+  gemm::TokenForm x_form(const ExpertRows& expert) const {
+    return gemm::token_form<Kernel>(expert.rows, hidden);
+  }
+  gemm::TokenForm h_form(const ExpertRows& expert) const {
+    return gemm::token_form<Kernel>(expert.rows, intermediate);
+  }
+
   // What the tasks of a region share out.
   gemm::Load load() const {
     return {static_cast<index_t>(work.routing.active().size()), work.routing.routed_rows(), threads};
