@@ -140,8 +140,7 @@ def idle_cpu(layer: Layer, turns: int) -> float:
 def first_steps(path: Path, tokens: int, threads: int, turns: int) -> tuple[float, float, float]:
     """Seconds of construction, of the first step over newly mapped weights, and of the third."""
     rows = []
-    for _ in range(turns):
-        Path(path).read_bytes()  # into the page cache
+    for _ in range(turns):  # of a file just written, so in the page cache
         layer = Layer(mapped(path), tokens, threads)
         first = layer.step()
         layer.step()
@@ -174,7 +173,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory(dir=args.folder) as folder:
         path = Path(folder) / "layer.safetensors"
         save_file({name: normal(*size) for name, size in BASE.items()}, path)
-        construction, first, steady = first_steps(path, args.tokens, args.threads, 3)
+        construction, first, steady = first_steps(path, args.tokens, args.threads, args.turns)
         report("construction over mapped weights", construction * 1e3, "ms", "")
         report("first step", first * 1e3, "ms", "")
         report("steady step over the same weights", steady * 1e3, "ms", "")

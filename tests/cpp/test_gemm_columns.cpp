@@ -117,7 +117,7 @@ std::vector<Extents> all_extents(std::initializer_list<index_t> deep) {
   }
   // Blocks of C of gemm_tn with few tokens: one, one and a rest of either kind, several.
   for (const index_t rows : {15, 16, 17, 64, 65}) {
-    for (const index_t k : {1, 2, 11, 16, 17}) {
+    for (const index_t k : {1, 2, 11, 13, 16, 17, 48, 49}) {
       for (const index_t cols : {255, 256, 257, 600}) all.push_back({rows, k, cols});
     }
   }

@@ -41,14 +41,35 @@ class GemmTokens : public testing::Test {
   }
   std::vector<float> product(const gemm::AnyRows& weights, index_t in, index_t first, index_t tokens,
                              index_t all_tokens, index_t outs = kOut) {
+    const gemm::TokenForm form = gemm::token_form<Kernel>(all_tokens, in);
+    AlignedBuffer<E> packed;
+    return sum<1>({{{weights, in, operand(packed, in, first, tokens, form)}}}, tokens, outs, form);
+  }
+  // The first `tokens` of x W^T, of K = in and of K = second.
+  std::vector<float> product_of_two(index_t in, index_t second, index_t tokens) {
+    const MatrixView<const W> weights{weights_.data(), kTermOuts, in, kMostIn};
+    const gemm::TokenForm form = gemm::token_form<Kernel>(tokens, in);
+    AlignedBuffer<E> packed, more;
+    return sum<2>({{{weights, in, operand(packed, in, 0, tokens, form)},
+                    {weights, second, operand(more, second, 0, tokens, form)}}},
+                  tokens, kTermOuts, form);
+  }
+
+  // Rows [first, first + tokens) of x as an operand of K = in, in `packed`.
+  gemm::Panels<const E> operand(AlignedBuffer<E>& packed, index_t in, index_t first, index_t tokens,
+                                gemm::TokenForm form) {
     const index_t stride = gemm::token_stride<Kernel>(in) * arch::kPanelCols;
-    AlignedBuffer<E> packed(ceil_div(tokens, arch::kPanelCols) * stride);
+    packed.reserve(ceil_div(tokens, arch::kPanelCols) * stride);
     // What lies behind a token's K must not be used, not even times zero.
     std::fill_n(packed.data(), packed.capacity(), from_float<E>(std::nanf("")));
     const MatrixView<const float> x{x_.data() + first * kMostIn, tokens, in, kMostIn};
-    const gemm::TokenForm form = gemm::token_form<Kernel>(all_tokens, in);
     gemm::pack_operand<Kernel>(x, tokens, in, form, {packed.data(), stride});
-    const std::array<gemm::Term<E>, 1> terms{{{weights, in, {packed.data(), stride}}}};
+    return {packed.data(), stride};
+  }
+
+  template <std::size_t N>
+  std::vector<float> sum(const std::array<gemm::Term<E>, N>& terms, index_t tokens, index_t outs,
+                         gemm::TokenForm form) {
     const std::array<std::span<const gemm::Term<E>>, 1> outputs{{terms}};
     std::vector<float> y(static_cast<std::size_t>(tokens * outs), std::nanf(""));
     gemm::ThreadContext<Kernel> thread(scratch_);
@@ -69,9 +90,9 @@ class GemmTokens : public testing::Test {
     return static_cast<float>(sum);
   }
 
-  // So that the order of summation shows.
+  // So that the order of summation shows, also where x is rounded to bf16: terms of a sum differ widely.
   void make_sums_round() {
-    for (index_t i = 0; i < kMostTokens * kMostIn; ++i) x_[i] /= 3;
+    for (index_t i = 0; i < kMostTokens * kMostIn; ++i) x_[i] *= i % 7 == 0 ? 1000.0F / 3 : 1.0F / 3;
   }
 
   void expect_exact(index_t in, index_t tokens, index_t outs = kOut) {
@@ -88,6 +109,7 @@ class GemmTokens : public testing::Test {
   static constexpr std::array<index_t, 4> kIns{77, 531, 592, 608};
   // So many that x of some of the tokens that dot products take is too large for them.
   static constexpr index_t kLongIn = 3001;
+  static constexpr index_t kTermOuts = 70;
   // More of it than a strip or, of many tokens, a part of their panels has.
   static constexpr index_t kDeepIn = 2016;
   static constexpr index_t kMostTokens = 200, kMostIn = kLongIn;
@@ -109,6 +131,31 @@ TYPED_TEST(GemmTokens, ATaskOfFewTokensHasTheBitsOfAll) {
       const std::vector<float> some = this->product(in, first, tokens, 70);
       EXPECT_EQ(0, std::memcmp(some.data(), all.data() + first * kOut, some.size() * sizeof(float)))
           << tokens << " tokens from " << first << ", K = " << in;
+    }
+  }
+}
+
+// Dot products sum in another order than what multiplies more tokens, if a kernel has them.
+TYPED_TEST(GemmTokens, TheFormDecidesTheOrderOfSums) {
+  this->make_sums_round();
+  constexpr index_t kIn = 592;
+  const bool dots = gemm::token_form<TypeParam>(6, kIn) == gemm::TokenForm::kDots;
+  ASSERT_NE(gemm::TokenForm::kDots, gemm::token_form<TypeParam>(70, kIn));
+  EXPECT_EQ(!dots, this->product(kIn, 0, 6, 6) == this->product(kIn, 0, 6, 70));
+}
+
+// A second term, as LoRA has one, of few steps and an odd number of them: in the form of the first.
+TYPED_TEST(GemmTokens, TermsOfOneFormAreSummed) {
+  for (const index_t in : {77, 3001}) {
+    for (const index_t tokens : {1, 6, 15, 16, 22, 70}) {
+      const std::vector<float> y = this->product_of_two(in, 7, tokens);
+      for (index_t t = 0; t < tokens; ++t) {
+        for (index_t o = 0; o < this->kTermOuts; ++o) {
+          ASSERT_EQ(this->reference(in, t, o) + this->reference(7, t, o),
+                    y[static_cast<std::size_t>(t * this->kTermOuts + o)])
+              << tokens << " tokens, token " << t << ", output " << o << ", K = " << in;
+        }
+      }
     }
   }
 }
@@ -199,15 +246,15 @@ TYPED_TEST(GemmTokens, WeightsMayBeStrided) {
 TEST(TokenForm, DotProductsAreForFewTokensOfWhichNotTooMuchIsReadAgain) {
   using Lanes = kernels::Avx512Bf16;
   using Strips = kernels::Avx512<bf16>;
-  for (const auto& [tokens, k] : {std::pair<index_t, index_t>{1, 64}, {16, 64}, {16, 2048}, {14, 1 << 20}}) {
+  for (const auto& [tokens, k] : {std::pair<index_t, index_t>{1, 1}, {16, 64}, {16, 2048}, {14, 1 << 20}}) {
     EXPECT_EQ(gemm::TokenForm::kDots, gemm::token_form<Lanes>(tokens, k)) << tokens << " tokens, K = " << k;
   }
-  for (const auto& [tokens, k] :
-       {std::pair<index_t, index_t>{17, 64}, {16, 2049}, {15, 4096}, {1, 63}, {1, 0}}) {
+  for (const auto& [tokens, k] : {std::pair<index_t, index_t>{17, 64}, {16, 2049}, {15, 4096}}) {
     EXPECT_EQ(gemm::TokenForm::kPanels, gemm::token_form<Lanes>(tokens, k)) << tokens << " tokens, K = " << k;
   }
   EXPECT_EQ(gemm::TokenForm::kDots, gemm::token_form<Strips>(12, 1 << 20));
   EXPECT_EQ(gemm::TokenForm::kStrips, gemm::token_form<Strips>(13, 64));
+  EXPECT_EQ(gemm::TokenForm::kPanels, gemm::token_form<kernels::AmxBf16>(1, 64));
   EXPECT_EQ(gemm::TokenForm::kStrips, gemm::token_form<kernels::Portable<bf16>>(1, 64));
 }
 

@@ -1,7 +1,7 @@
 // Sizes and distances within products, with what they follow from: the caches of a core, and how many lines it asks
 // memory for at a time. Those of tasks and panels are gemm/blocking.hpp's. Compiled in, as L1 is 32 or 48 KiB in all CPUs
 // with AVX2 or more; L2, which differs more, is asked for at run time there. They change speed, never bits, but for
-// kLongDot, kDotElements and kFewDots, which are the same on every machine.
+// kLongDot and kDotElements, which are the same on every machine.
 #pragma once
 
 #include "amx_sft_moe/core/element.hpp"
@@ -59,6 +59,10 @@ inline constexpr index_t kSumsBytes = index_t{24} << 10;
 // reading B once more for every few of them. Twice as many take as long either way, except in gradients of LoRA's
 // factors (kFewTokens).
 inline constexpr index_t kFewSteps = 8;
+// The same of up to kFewFactorRows rows, where B's are held in registers (InPlaceSums::multiply_held): beyond, C passes
+// through these too often. And how far along each of B's rows is asked for, into L1 (benchmarks/LOG.md, "B in registers").
+inline constexpr index_t kHeldSteps = 48;
+inline constexpr index_t kAlongBytes = 128;
 // Tokens up to which gemm_tn multiplies in place, and the block of C that it finishes before the next: 16 KiB of sums stay
 // in L1 until they are stored. 16 rows, for a gradient that is stored transposed is written by lines of 16 floats; of fewer
 // more columns. Up to 64 rows of C: the gradient of a base weight, of which up to 128 are made at a time, is better written
@@ -70,11 +74,9 @@ inline constexpr index_t kFactorBlockSums = 4096;
 // K from which gemm_nt multiplies in place: a dot product ends with a sum over lanes, which costs as much as several
 // vectors of products.
 inline constexpr index_t kLongDot = 64;
-// Of x, beyond which more tokens than kFewDots have another form, where the kernel says so: each few rows of W read all of
-// it again from L2 (benchmarks/LOG.md, "Dot products of short rows").
-inline constexpr index_t kAnyElements = index_t{1} << 62;
+// Of x, up to which a kernel has more dot products than with longer rows of W: each few rows read all of x again from L2
+// (benchmarks/LOG.md, "Dot products of short rows").
 inline constexpr index_t kDotElements = index_t{32} << 10;
-inline constexpr int kFewDots = 14;
 
 // Panels (pack_rows of each instruction set): rows asked for ahead. Rows of a weight are 4 to 28 KiB apart, which
 // hardware prefetchers do not follow. Eight is what served; it follows from nothing.

@@ -45,12 +45,19 @@ struct InPlaceSteps {
 // and C by value: what a store to C might change would be loaded again), with A of its type Element:
 //   template <std::size_t R, std::size_t D, class S>
 //   static void add_steps(InPlaceSteps<Element, R, D, S> steps, index_t cols, SumRows c, LeadingPrefetch* ahead);
-// which has ahead->turn(), unless that is null, for every kTurnColumns columns, or most of the last.
+// which has ahead->turn(), unless that is null, for every kTurnColumns columns, or most of the last. With a kDeepest, also
+// for 1 <= D <= kDeepest and any number of rows
+//   template <std::size_t D, class S>  // b: of the rows of B, the last null where K is odd
+//   static void add_few_steps(const Element* a, index_t a_stride, index_t rows, const S* const* b, index_t cols,
+//                             const SumRows& c);
 template <class Tiles, int MostRows>
 struct InPlaceSums {
   using A = typename Tiles::Element;
+  static constexpr bool kHoldsSteps = requires { Tiles::kDeepest; };
   // Whether B is read in place: for few rows of A, or few steps along K.
-  static constexpr bool in_place(index_t k, index_t rows) { return rows <= MostRows || k <= kFewSteps; }
+  static constexpr bool in_place(index_t k, index_t rows) {
+    return rows <= MostRows || k <= kFewSteps || held(k, rows);
+  }
 
   // C [rows, cols] += A [rows, k] x B [k, cols], B's columns adjacent. A block of B's rows at a time, whose addresses
   // stay translated while parts of C, small enough for L1, take it in: a row is a page or more, so the fewer times
@@ -58,6 +65,9 @@ struct InPlaceSums {
   template <class S>
   static void multiply_in_place(const A* a, index_t a_stride, index_t rows, const RowSource<S>& b, index_t k,
                                 index_t cols, const SumRows& c) {
+    if constexpr (kHoldsSteps) {
+      if (k <= kFewSteps || held(k, rows)) return multiply_held(a, a_stride, rows, b, k, cols, c);
+    }
     constexpr index_t kSize = sizeof(S);
     const index_t lead = kFarRows + ceil_div(kFarBytes, cols * kSize);
     for_each_part(rows, MostRows, [&](index_t r, index_t height) {
@@ -76,6 +86,33 @@ struct InPlaceSums {
 
  private:
   static constexpr index_t kDepth = 4;  // rows of B, or pairs of them, that meet in C's registers
+
+  static constexpr bool held(index_t k, index_t rows) {
+    return kHoldsSteps && k <= kHeldSteps && rows <= kFewFactorRows;
+  }
+  // Few steps along K: some rows of B are in registers while all of A meets them, as many as those that follow.
+  template <class S>
+  static void multiply_held(const A* a, index_t a_stride, index_t rows, const RowSource<S>& b, index_t k,
+                            index_t cols, const SumRows& c) {
+    constexpr index_t kGroup = kPairing<A>, kMost = Tiles::kDeepest;
+    index_t kk = 0;
+    for (index_t parts = ceil_div(k, kMost * kGroup); parts > 0; --parts) {
+      const index_t depth = ceil_div(ceil_div(k - kk, kGroup), parts);
+      const S* from[std::size_t{kMost * kGroup}];
+      for (index_t i = 0; i < depth * kGroup; ++i) from[i] = kk + i < k ? b.row(kk + i) : nullptr;
+      few_steps_of<S>(depth)(a + kk, a_stride, rows, from, cols, c.after(kk));
+      kk += depth * kGroup;
+    }
+  }
+  template <class S>
+  using FewSteps = void (*)(const A*, index_t, index_t, const S* const*, index_t, const SumRows&);
+  template <class S>
+  static FewSteps<S> few_steps_of(index_t depth) {
+    return []<std::size_t... Less>(index_t n, std::index_sequence<Less...>) {
+      constexpr FewSteps<S> kOf[] = {&Tiles::template add_few_steps<Less + 1, S>...};
+      return kOf[n];
+    }(depth - 1, std::make_index_sequence<Tiles::kDeepest>{});
+  }
 
   // A [rows, k] x B [k, cols].
   template <class S>
@@ -167,13 +204,14 @@ struct DotAhead {
 //   static void order(const Element* x, index_t x_stride, index_t tokens, index_t k, Element* to);
 // which has ahead.turn<O>(kk, first) for each cache line of a row from kk on, `first` once for kLine elements. kLine
 // elements of a row of W are one or two vectors of products, in an order that suits the type and the instructions.
-template <class Tiles, int MostTokens, int DotOuts, int DotTokens, index_t MostElements = kAnyElements>
+template <class Tiles, int MostTokens, int DotOuts, int DotTokens, int TokensOfLongRows = MostTokens>
 struct InPlaceDots {
   using X = typename Tiles::Element;
 
-  // Whether the tokens of an expert are multiplied with weights [out, k] so, of all the expert's: the same for each task.
-  static constexpr bool dots(index_t tokens, index_t k) {
-    return tokens <= MostTokens && k >= kLongDot && (tokens <= kFewDots || tokens * k <= MostElements);
+  // Whether an expert with so many tokens in all has dot products with weights [out, k]. Not a task's tokens: each of them
+  // must choose alike.
+  static constexpr bool dots(index_t all_tokens, index_t k) {
+    return all_tokens <= MostTokens && (all_tokens <= TokensOfLongRows || all_tokens * k <= kDotElements);
   }
 
   // Elements of the copy of x that dot_in_place() reads.

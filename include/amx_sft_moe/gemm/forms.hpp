@@ -128,7 +128,7 @@ void gemm_nt(ThreadContext<Kernel>& thread, index_t out, index_t tokens, TokenFo
              const std::array<std::span<const Term<typename Kernel::Compute>>, Outputs>& outputs,
              Epilogue&& epilogue) {
   if constexpr (MultipliesStrips<Kernel>) {
-    if (form != TokenForm::kPanels) {
+    if (in_rows<Kernel>(form)) {
       return product_with_rows(thread, out, tokens, form, outputs, epilogue);
     }
   }

@@ -25,9 +25,10 @@
 AMX_SFT_MOE_NAMESPACE_BEGIN
 namespace gemm {
 
-// Floats from row to row of C: whole strips, and rows not 4 KiB apart.
+// Floats from row to row of C: whole strips, and three lines more where rows would be 4 KiB apart. With one line more what
+// is loaded of a row seems to be, by the address within a page, what has just been stored of the row before, and waits.
 constexpr index_t strips_stride(index_t cols) {
-  return round_up(cols, arch::kStripCols) + arch::kPanelCols;
+  return round_up(cols, arch::kStripCols) + 3 * arch::kPanelCols;
 }
 
 // Rows [0, rows) of A's columns [0, k), K adjacent and zeros up to the kernel's unit: where they lie, or staged.
@@ -218,8 +219,8 @@ void multiply_rows(Scratch& scratch, const AnyRows& a, index_t rows, const AnyRo
   multiply_rows_by_blocks<Kernel>(scratch, a, rows, b, k, cols, c);
 }
 
-// C [tokens, out] += X [tokens, k] x W^T, W [out, k]; X in rows `x_stride` apart, zeros up to the kernel's unit. Terms too
-// short for dot products have strips beside them.
+// C [tokens, out] += X [tokens, k] x W^T, W [out, k]; X in rows `x_stride` apart, zeros up to the kernel's unit. A term
+// with less than kLongDot steps goes by strips, whatever the form.
 template <class Kernel>
 void multiply_columns(Scratch& scratch, TokenForm form, const typename Kernel::Compute* x, index_t x_stride,
                       index_t tokens, const AnyRows& w, index_t out, index_t k, const arch::SumRows& c) {

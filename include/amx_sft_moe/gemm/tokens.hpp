@@ -44,7 +44,7 @@ constexpr index_t padded_k(index_t k) {
 }
 
 // How an expert's tokens are multiplied with a weight, and so how they lie: in rows for dot products with rows of the weight
-// where these lie, in rows for strips of it, or in panels.
+// where these lie (but for terms with few steps along K: strips), in rows for strips, or in panels.
 enum class TokenForm : std::uint8_t { kDots, kStrips, kPanels };
 
 // The form of all operands of an expert's product with weights [out, k], LoRA's second term included. Sums of dot products
@@ -56,6 +56,14 @@ constexpr TokenForm token_form(index_t all_tokens, index_t k) {
     if (Kernel::Microkernel::dots(all_tokens, k)) return TokenForm::kDots;
   }
   return PanelsOfTokens<Kernel> ? TokenForm::kPanels : TokenForm::kStrips;
+}
+
+// A form is one of the kernel's: others have no code.
+template <class Kernel>
+constexpr bool in_rows(TokenForm form) {
+  if constexpr (!PanelsOfTokens<Kernel>) return true;
+  if constexpr (!MultipliesStrips<Kernel>) return false;
+  return form != TokenForm::kPanels;
 }
 
 // Elements that one token takes in an operand of K = k.
@@ -74,7 +82,7 @@ void pack_operand(const AnyRows& x, index_t tokens, index_t k, TokenForm form,
                   const Panels<typename Kernel::Compute>& to) {
   using E = typename Kernel::Compute;
   x.visit([&](const auto& source) {
-    if (form != TokenForm::kPanels) {
+    if (in_rows<Kernel>(form)) {
       return Kernel::Rows::template stage<E>(source, tokens, k, padded_k<Kernel>(k), to.data, to.row_stride());
     }
     if constexpr (PanelsOfTokens<Kernel>) {
@@ -126,7 +134,8 @@ void append_rows(const TokenBlock& block, float scale, const Panels<typename Ker
   }
 }
 
-// append_operand() where they are panels; the block may have come of rows, of a product with a shorter k.
+// append_operand() where they are panels. The block may have come of rows, of a product with another K; then by single
+// elements, which is seldom: 15 or 16 tokens, hidden size no larger than 2184, intermediate size larger than 2048.
 template <class Kernel>
 void append_panels(const TokenBlock& block, float scale, const Panels<typename Kernel::Compute>& to,
                    index_t first, index_t padded) {
@@ -149,7 +158,7 @@ template <class Kernel>
 void append_operand(const TokenBlock& block, TokenForm form, float scale,
                     const Panels<typename Kernel::Compute>& to, index_t first, index_t k) {
   const index_t padded = first + block.outs == k ? padded_k<Kernel>(k) - first : block.outs;
-  if (form != TokenForm::kPanels) return append_rows<Kernel>(block, scale, to, first, padded);
+  if (in_rows<Kernel>(form)) return append_rows<Kernel>(block, scale, to, first, padded);
   if constexpr (PanelsOfTokens<Kernel>) append_panels<Kernel>(block, scale, to, first, padded);
 }
 

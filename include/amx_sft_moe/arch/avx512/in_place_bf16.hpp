@@ -69,9 +69,82 @@ AMX_SFT_MOE_INLINE AMX_SFT_MOE_TARGET_AVX512_BF16 void add_pairs(
   }
 }
 
+// 32 columns, of which n are there, of 2 Depth rows of B as pairs; the last row null where it is not there. Rows are so few
+// that each of them is asked for along its length.
+template <bool Whole, std::size_t Depth, class S>
+AMX_SFT_MOE_INLINE AMX_SFT_MOE_TARGET_AVX512_BF16 void load_steps(__m512bh (&line)[Depth][2], const S* const* b,
+                                                                  index_t j, index_t n) {
+  AMX_SFT_MOE_UNROLL
+  for (std::size_t d = 0; d < Depth; ++d) {
+    const S* even = b[2 * d];
+    const S* odd = b[2 * d + 1];
+    const bool both = d + 1 < Depth || odd != nullptr;
+    const __m512i low = load_pairs<Whole>(even + j, n);
+    const __m512i high = both ? load_pairs<Whole>(odd + j, n) : _mm512_setzero_si512();
+    line[d][0] = reinterpret_cast<__m512bh>(pairs_of_rows<0>(low, high));
+    line[d][1] = reinterpret_cast<__m512bh>(pairs_of_rows<1>(low, high));
+    _mm_prefetch(bytes_behind(even + j, kAlongBytes), _MM_HINT_T0);
+    if (both) _mm_prefetch(bytes_behind(odd + j, kAlongBytes), _MM_HINT_T0);
+  }
+}
+
+// C [Rows, 32] += a [Rows, 2 Depth] x those rows of B.
+template <std::size_t Rows, std::size_t Depth>
+AMX_SFT_MOE_INLINE AMX_SFT_MOE_TARGET_AVX512_BF16 void add_steps_of_rows(const bf16* a, index_t a_stride,
+                                                                         const __m512bh (&line)[Depth][2],
+                                                                         __mmask16 there, float* to,
+                                                                         index_t stride) {
+  __m512 sum[Rows][2];
+  AMX_SFT_MOE_UNROLL
+  for (std::size_t r = 0; r < Rows; ++r) {
+    sum[r][0] = _mm512_maskz_loadu_ps(there, to + static_cast<index_t>(r) * stride);
+    sum[r][1] = _mm512_maskz_loadu_ps(there, to + static_cast<index_t>(r) * stride + 16);
+  }
+  AMX_SFT_MOE_UNROLL
+  for (std::size_t d = 0; d < Depth; ++d) {
+    AMX_SFT_MOE_UNROLL
+    for (std::size_t r = 0; r < Rows; ++r) {
+      std::int32_t bits;
+      std::memcpy(&bits, a + static_cast<index_t>(r) * a_stride + static_cast<index_t>(2 * d), sizeof(bits));
+      __m512i value = _mm512_set1_epi32(bits);
+      AMX_SFT_MOE_HIDE_ORIGIN(value);  // GCC would load it once for each product
+      const auto pair = reinterpret_cast<__m512bh>(value);
+      sum[r][0] = _mm512_dpbf16_ps(sum[r][0], pair, line[d][0]);
+      sum[r][1] = _mm512_dpbf16_ps(sum[r][1], pair, line[d][1]);
+    }
+  }
+  AMX_SFT_MOE_UNROLL
+  for (std::size_t r = 0; r < Rows; ++r) {
+    _mm512_storeu_ps(to + static_cast<index_t>(r) * stride, sum[r][0]);
+    _mm512_storeu_ps(to + static_cast<index_t>(r) * stride + 16, sum[r][1]);
+  }
+}
+
 struct InPlacePairTiles {
   using Element = bf16;
   static constexpr index_t kLine = avx512::kLine, kTurnColumns = 32;
+  // Pairs of rows of B that are in registers together: 16 of the 32, and two rows of C are four.
+  static constexpr std::size_t kDeepest = 8;
+
+  template <std::size_t Depth, class S>
+  AMX_SFT_MOE_TARGET_AVX512_BF16 static void add_few_steps(const bf16* a, index_t a_stride, index_t rows,
+                                                           const S* const* b, index_t cols, const SumRows& c) {
+    const __mmask16 there = lanes_there(c);
+    for (index_t j = 0; j < cols; j += kTurnColumns) {
+      __m512bh line[Depth][2];
+      if (cols - j >= kTurnColumns) {
+        load_steps<true>(line, b, j, kTurnColumns);
+      } else {
+        load_steps<false>(line, b, j, cols - j);
+      }
+      index_t r = 0;
+      for (; r + 2 <= rows; r += 2) {
+        add_steps_of_rows<2>(a + r * a_stride, a_stride, line, there, c.data + r * c.stride + j, c.stride);
+      }
+      if (r == rows) continue;
+      add_steps_of_rows<1>(a + r * a_stride, a_stride, line, there, c.data + r * c.stride + j, c.stride);
+    }
+  }
 
   template <std::size_t Rows, std::size_t Depth, class S>
   AMX_SFT_MOE_TARGET_AVX512_BF16 static void add_steps(InPlaceSteps<bf16, Rows, Depth, S> steps, index_t cols,
