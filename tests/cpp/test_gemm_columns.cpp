@@ -95,7 +95,7 @@ class GemmColumns : public testing::Test {
   }
 
   static constexpr index_t kMostRows = 2032, kMostK = 2032;
-  static constexpr index_t kMostOfB = 2032 * 267;  // more than 40 x 6203 and 240 x 2053
+  static constexpr index_t kMostOfB = 2032 * 267;  // more than 55 x 6203 and 240 x 2053
   index_t b_stride_ = 0;                           // of the product at hand
   AlignedBuffer<W> a_, b_;
   gemm::Scratch scratch_;
@@ -111,7 +111,7 @@ TYPED_TEST_SUITE(GemmColumns, Kernels);
 std::vector<Extents> all_extents(std::initializer_list<index_t> deep) {
   std::vector<Extents> all;
   for (const index_t rows : {1, 2, 3, 4, 5, 6, 7, 8, 9, 13, 33}) {
-    for (const index_t k : {1, 2, 3, 4, 5, 7, 8, 9, 16, 17, 19, 40}) {
+    for (const index_t k : {1, 2, 3, 4, 5, 7, 8, 9, 16, 17, 19, 40, 53, 54, 55}) {
       for (const index_t cols : {1, 15, 33, 97}) all.push_back({rows, k, cols});
     }
   }
@@ -134,7 +134,7 @@ std::vector<Extents> all_extents(std::initializer_list<index_t> deep) {
   all.push_back({13, 2032, 264});
   // Wider than what of C stays in L1: by a few columns for one row, many times for eight.
   for (const index_t rows : {1, 8, 9}) {
-    for (const index_t k : {11, 16, 35}) all.push_back({rows, k, 6200});
+    for (const index_t k : {11, 16, 35, 51, 54}) all.push_back({rows, k, 6200});
   }
   return all;
 }
@@ -165,7 +165,8 @@ TYPED_TEST(GemmColumns, TnIsExact) {
 
 // Several whole strips, one along K and more; several blocks of few tokens.
 constexpr Extents kSeveralStrips[] = {{13, 129, 200}, {13, 356, 128}, {49, 530, 200}, {13, 1100, 128},
-                                      {40, 11, 300},  {17, 16, 513},  {17, 7, 300}};
+                                      {40, 11, 300},  {17, 16, 513},  {17, 7, 300},   {40, 35, 300},
+                                      {16, 48, 97},   {8, 51, 300}};
 
 // B's rows as an index has them, here from the last to the first: an expert's tokens.
 TYPED_TEST(GemmColumns, RowsOfBMayBeGathered) {
@@ -250,7 +251,7 @@ TYPED_TEST(GemmColumns, AnInfinityInTheLastRowStaysOne) {
   constexpr index_t kCols = 33, kAt = 5;
   using Weight = typename TypeParam::Weight;
   for (const index_t rows : {1, 8, 13}) {
-    for (const index_t k : {1, 3, 7, 35}) {
+    for (const index_t k : {1, 3, 7, 35, 51}) {
       const std::array<gemm::NnTerm, 1> terms{{{this->rows_of_a(rows, k), this->rows_of_b(k, kCols), k}}};
       Weight& last = this->b_[(k - 1) * this->b_stride_ + kAt];
       const Weight before = std::exchange(last, from_float<Weight>(INFINITY));
@@ -269,7 +270,7 @@ TYPED_TEST(GemmColumns, TokensBehindTheLastAreNotRead) {
   constexpr index_t kCols = 33;
   using Weight = typename TypeParam::Weight;
   for (const index_t rows : {1, 8, 13, 40}) {
-    for (const index_t k : {1, 3, 7, 11, 35}) {
+    for (const index_t k : {1, 3, 7, 11, 35, 51}) {
       const Extents e{rows, k, kCols};
       const auto b = this->rows_of_b(k, kCols);
       const auto behind = this->b_.data() + k * this->b_stride_;
@@ -282,6 +283,32 @@ TYPED_TEST(GemmColumns, TokensBehindTheLastAreNotRead) {
         for (index_t t = 0; t < k; ++t) sum += this->a(t, row) * this->b(t, col);
         return sum;
       });
+    }
+  }
+}
+
+// Whether B is read in place, held in registers or cut into strips is a matter of speed: a row of C has the same bits with
+// few rows beside it and with more.
+TYPED_TEST(GemmColumns, TheWayOfAProductDoesNotShow) {
+  using Weight = typename TypeParam::Weight;
+  for (index_t i = 0; i < this->kMostRows * this->kMostK; ++i) {
+    const float factor = i % 7 == 0 ? 1000.0F / 3 : 1.0F / 3;
+    this->a_[i] = from_float<Weight>(to_float(this->a_[i]) * factor);
+  }
+  const auto first_rows = [](const std::vector<float>& c, index_t rows, index_t cols) {
+    return std::vector<float>(c.begin(), c.begin() + rows * cols);
+  };
+  constexpr index_t kCols = 130;
+  for (const index_t k : {7, 11, 17, 35, 48, 49, 130, 355}) {
+    const auto b = this->rows_of_b(k, kCols);
+    const auto nn = [&](index_t rows) {
+      const std::array<gemm::NnTerm, 1> terms{{{this->rows_of_a(rows, k), b, k}}};
+      return first_rows(this->nn(rows, kCols, terms), 10, kCols);
+    };
+    const auto tn = [&](index_t rows) { return first_rows(this->tn({rows, k, kCols}, b), 10, kCols); };
+    for (const index_t rows : {11, 64, 65}) {
+      EXPECT_EQ(nn(10), nn(rows)) << rows << " rows, K = " << k;
+      EXPECT_EQ(tn(10), tn(rows)) << rows << " rows, " << k << " tokens";
     }
   }
 }

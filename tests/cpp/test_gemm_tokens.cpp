@@ -144,16 +144,17 @@ TYPED_TEST(GemmTokens, TheFormDecidesTheOrderOfSums) {
   EXPECT_EQ(!dots, this->product(kIn, 0, 6, 6) == this->product(kIn, 0, 6, 70));
 }
 
-// A second term, as LoRA has one, of few steps and an odd number of them: in the form of the first.
+// A second term, as LoRA has one, of few steps and an odd number of them or of more: in the form of the first.
 TYPED_TEST(GemmTokens, TermsOfOneFormAreSummed) {
-  for (const index_t in : {77, 3001}) {
+  for (const auto& [in, second] :
+       {std::pair<index_t, index_t>{77, 7}, {77, 66}, {3001, 7}, {66, 77}, {7, 77}}) {
     for (const index_t tokens : {1, 6, 15, 16, 22, 70}) {
-      const std::vector<float> y = this->product_of_two(in, 7, tokens);
+      const std::vector<float> y = this->product_of_two(in, second, tokens);
       for (index_t t = 0; t < tokens; ++t) {
         for (index_t o = 0; o < this->kTermOuts; ++o) {
-          ASSERT_EQ(this->reference(in, t, o) + this->reference(7, t, o),
+          ASSERT_EQ(this->reference(in, t, o) + this->reference(second, t, o),
                     y[static_cast<std::size_t>(t * this->kTermOuts + o)])
-              << tokens << " tokens, token " << t << ", output " << o << ", K = " << in;
+              << tokens << " tokens, token " << t << ", output " << o << ", K = " << in << ", " << second;
         }
       }
     }

@@ -56,15 +56,15 @@ inline constexpr index_t kWaitingRows = 6;  // of A, up to which L1 is asked: mo
 // of B that pass by.
 inline constexpr index_t kSumsBytes = index_t{24} << 10;
 // Steps along K up to which any number of rows is multiplied in place: making so shallow a strip takes longer than
-// reading B once more for every few of them. Twice as many take as long either way, except in gradients of LoRA's
-// factors (kFewTokens).
+// reading B once more for every few of them. Where B is read so often, twice as many take as long either way, except in
+// gradients of LoRA's factors (kFewTokens).
 inline constexpr index_t kFewSteps = 8;
 // The same of up to kFewFactorRows rows, where B's are held in registers (InPlaceSums::multiply_held): beyond, C passes
 // through these too often. And how far along each of B's rows is asked for, into L1 (benchmarks/LOG.md, "B in registers").
 inline constexpr index_t kHeldSteps = 48;
 inline constexpr index_t kAlongBytes = 128;
-// Tokens up to which gemm_tn multiplies in place, and the block of C that it finishes before the next: 16 KiB of sums stay
-// in L1 until they are stored. 16 rows, for a gradient that is stored transposed is written by lines of 16 floats; of fewer
+// Tokens up to which gemm_tn, in place, finishes a block of C before the next, and that block: 16 KiB of sums stay in L1
+// until they are stored. 16 rows, for a gradient that is stored transposed is written by lines of 16 floats; of fewer
 // more columns. Up to 64 rows of C: the gradient of a base weight, of which up to 128 are made at a time, is better written
 // in whole rows (benchmarks/LOG.md, "Gradients of few tokens").
 inline constexpr index_t kFewTokens = 16;

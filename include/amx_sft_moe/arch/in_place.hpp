@@ -53,13 +53,12 @@ struct InPlaceSteps {
 template <class Tiles, int MostRows>
 struct InPlaceSums {
   using A = typename Tiles::Element;
-  static constexpr bool kHoldsSteps = requires { Tiles::kDeepest; };
   // Whether B is read in place: for few rows of A, or few steps along K.
   static constexpr bool in_place(index_t k, index_t rows) {
     return rows <= MostRows || k <= kFewSteps || held(k, rows);
   }
 
-  // C [rows, cols] += A [rows, k] x B [k, cols], B's columns adjacent. A block of B's rows at a time, whose addresses
+  // C [rows, cols] += A [rows, k] x B [k, cols], B's columns adjacent. Of more than few steps a block of B's rows at a time, whose addresses
   // stay translated while parts of C, small enough for L1, take it in: a row is a page or more, so the fewer times
   // it is begun with the better.
   template <class S>
@@ -85,6 +84,7 @@ struct InPlaceSums {
   }
 
  private:
+  static constexpr bool kHoldsSteps = requires { Tiles::kDeepest; };
   static constexpr index_t kDepth = 4;  // rows of B, or pairs of them, that meet in C's registers
 
   static constexpr bool held(index_t k, index_t rows) {
@@ -96,8 +96,8 @@ struct InPlaceSums {
                             index_t cols, const SumRows& c) {
     constexpr index_t kGroup = kPairing<A>, kMost = Tiles::kDeepest;
     index_t kk = 0;
-    for (index_t parts = ceil_div(k, kMost * kGroup); parts > 0; --parts) {
-      const index_t depth = ceil_div(ceil_div(k - kk, kGroup), parts);
+    for (index_t left = ceil_div(k, kMost * kGroup); left > 0; --left) {
+      const index_t depth = ceil_div(ceil_div(k - kk, kGroup), left);
       const S* from[std::size_t{kMost * kGroup}];
       for (index_t i = 0; i < depth * kGroup; ++i) from[i] = kk + i < k ? b.row(kk + i) : nullptr;
       few_steps_of<S>(depth)(a + kk, a_stride, rows, from, cols, c.after(kk));

@@ -37,7 +37,7 @@ struct RowSource {
   }
 };
 
-// Rows of C in a cache to which products are added, fp32, `stride` floats apart, each with room for whole panels.
+// Rows of C in a cache to which products are added, fp32, `stride` floats apart, each with room for whole strips.
 struct SumRows {
   float* data = nullptr;
   index_t stride = 0;

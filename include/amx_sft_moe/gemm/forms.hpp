@@ -275,7 +275,7 @@ TokenRows<Kernel> pack_tokens(ThreadContext<Kernel>& thread, const AnyRows& b, i
 }
 
 // Whether gemm_tn with so many rows finishes C block by block, from B where it lies. What has to be rounded is rounded once
-// for a strip, in place for every few rows anew.
+// for a strip, in place for every block anew.
 template <SumsInPlace Kernel>
 bool tokens_in_place(index_t rows, const TokenRows<Kernel>& b) {
   const bool rounded = std::is_same_v<typename Kernel::Compute, bf16> && b.rows.dtype() == DType::kFp32;

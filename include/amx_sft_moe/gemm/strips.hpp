@@ -25,10 +25,11 @@
 AMX_SFT_MOE_NAMESPACE_BEGIN
 namespace gemm {
 
-// Floats from row to row of C: whole strips, and three lines more where rows would be 4 KiB apart. With one line more what
-// is loaded of a row seems to be, by the address within a page, what has just been stored of the row before, and waits.
+// Floats from row to row of C: whole strips and two lines more, so that rows are never a multiple of 4 KiB apart, nor a line
+// more or less: what is loaded of a row would seem to be, by the address within a page, what has just been stored of the row
+// before, and wait for it.
 constexpr index_t strips_stride(index_t cols) {
-  return round_up(cols, arch::kStripCols) + 3 * arch::kPanelCols;
+  return round_up(cols, arch::kStripCols) + 2 * arch::kPanelCols;
 }
 
 // Rows [0, rows) of A's columns [0, k), K adjacent and zeros up to the kernel's unit: where they lie, or staged.

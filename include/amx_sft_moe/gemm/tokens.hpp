@@ -58,7 +58,7 @@ constexpr TokenForm token_form(index_t all_tokens, index_t k) {
   return PanelsOfTokens<Kernel> ? TokenForm::kPanels : TokenForm::kStrips;
 }
 
-// A form is one of the kernel's: others have no code.
+// Whether tokens of that form lie in rows; the same for every form where the kernel has only one way.
 template <class Kernel>
 constexpr bool in_rows(TokenForm form) {
   if constexpr (!PanelsOfTokens<Kernel>) return true;

@@ -34,6 +34,17 @@ AMX_SFT_MOE_INLINE AMX_SFT_MOE_TARGET_AVX512_BF16 void dot_pairs(__m512 (&sum)[R
   }
 }
 
+// 32 columns, of which n are there, of two rows of B as pairs; the second may be null where `maybe_odd`: zeros.
+template <bool Whole, class S>
+AMX_SFT_MOE_INLINE AMX_SFT_MOE_TARGET_AVX512_BF16 void pair_rows(__m512bh (&line)[2], const S* even,
+                                                                 const S* odd, bool maybe_odd, index_t j,
+                                                                 index_t n) {
+  const __m512i a = load_pairs<Whole>(even + j, n);
+  const __m512i b = maybe_odd && odd == nullptr ? _mm512_setzero_si512() : load_pairs<Whole>(odd + j, n);
+  line[0] = reinterpret_cast<__m512bh>(pairs_of_rows<0>(a, b));
+  line[1] = reinterpret_cast<__m512bh>(pairs_of_rows<1>(a, b));
+}
+
 // 32 columns, of which n are there, of C += a x rows of B.
 template <bool Whole, std::size_t Rows, std::size_t Depth, class S>
 AMX_SFT_MOE_INLINE AMX_SFT_MOE_TARGET_AVX512_BF16 void add_pairs(
@@ -42,11 +53,7 @@ AMX_SFT_MOE_INLINE AMX_SFT_MOE_TARGET_AVX512_BF16 void add_pairs(
   __m512bh line[Depth][2];
   AMX_SFT_MOE_UNROLL
   for (std::size_t d = 0; d < Depth; ++d) {
-    const S* odd = steps.b[2 * d + 1];
-    const __m512i a = load_pairs<Whole>(steps.b[2 * d] + j, n);
-    const __m512i b = d + 1 == Depth && odd == nullptr ? _mm512_setzero_si512() : load_pairs<Whole>(odd + j, n);
-    line[d][0] = reinterpret_cast<__m512bh>(pairs_of_rows<0>(a, b));
-    line[d][1] = reinterpret_cast<__m512bh>(pairs_of_rows<1>(a, b));
+    pair_rows<Whole>(line[d], steps.b[2 * d], steps.b[2 * d + 1], d + 1 == Depth, j, n);
     AMX_SFT_MOE_UNROLL
     for (std::size_t i = 2 * d; i < 2 * d + 2; ++i) {
       if constexpr (Rows <= kWaitingRows) {
@@ -78,13 +85,13 @@ AMX_SFT_MOE_INLINE AMX_SFT_MOE_TARGET_AVX512_BF16 void load_steps(__m512bh (&lin
   for (std::size_t d = 0; d < Depth; ++d) {
     const S* even = b[2 * d];
     const S* odd = b[2 * d + 1];
-    const bool both = d + 1 < Depth || odd != nullptr;
-    const __m512i low = load_pairs<Whole>(even + j, n);
-    const __m512i high = both ? load_pairs<Whole>(odd + j, n) : _mm512_setzero_si512();
-    line[d][0] = reinterpret_cast<__m512bh>(pairs_of_rows<0>(low, high));
-    line[d][1] = reinterpret_cast<__m512bh>(pairs_of_rows<1>(low, high));
-    _mm_prefetch(bytes_behind(even + j, kAlongBytes), _MM_HINT_T0);
-    if (both) _mm_prefetch(bytes_behind(odd + j, kAlongBytes), _MM_HINT_T0);
+    pair_rows<Whole>(line[d], even, odd, d + 1 == Depth, j, n);
+    constexpr index_t kTurnBytes = 32 * index_t{sizeof(S)};
+    AMX_SFT_MOE_UNROLL
+    for (index_t at = kAlongBytes; at < kAlongBytes + kTurnBytes; at += kLineBytes) {
+      _mm_prefetch(bytes_behind(even + j, at), _MM_HINT_T0);
+      if (d + 1 < Depth || odd != nullptr) _mm_prefetch(bytes_behind(odd + j, at), _MM_HINT_T0);
+    }
   }
 }
 
