@@ -89,7 +89,7 @@ inline constexpr std::array kCases = {
     Case{"wide", 9, 1, 2, 577, 545, {17, 17, 17}},
     // Few rows of each of many experts: tasks as wide as a row, more than what of C stays in L1.
     Case{"few_rows_very_wide", 64, 2, 16, 1601, 37, {5, 5, 5}, kDistinct, false, kSilu, false},
-    Case{"few_rows_very_wide_and_deeper", 64, 2, 16, 1601, 75, {5, 5, 5}, kDistinct, false, kSilu, false},
+    Case{"few_rows_very_wide_and_deeper", 24, 2, 8, 1601, 75, {5, 5, 5}, kDistinct, false, kSilu, false},
     Case{"wide_and_high", 150, 1, 1, 545, 290, {65, 33, 17}, kDistinct, false, kSilu, false},
     // Ranks: none, one, odd, one tile, more than a tile's K, more than H and I; different; one projection only.
     Case{"rank_0", 16, 2, 4, 64, 64, {0, 0, 0}},
