@@ -58,9 +58,9 @@ struct InPlaceSums {
     return rows <= MostRows || k <= kFewSteps || held(k, rows);
   }
 
-  // C [rows, cols] += A [rows, k] x B [k, cols], B's columns adjacent. Of more than few steps a block of B's rows at a time, whose addresses
-  // stay translated while parts of C, small enough for L1, take it in: a row is a page or more, so the fewer times
-  // it is begun with the better.
+  // C [rows, cols] += A [rows, k] x B [k, cols], B's columns adjacent. Of more than few steps a block of B's rows at a
+  // time, whose addresses stay translated while parts of C, small enough for L1, take it in: a row is a page or more,
+  // so the fewer times it is begun with the better.
   template <class S>
   static void multiply_in_place(const A* a, index_t a_stride, index_t rows, const RowSource<S>& b, index_t k,
                                 index_t cols, const SumRows& c) {
