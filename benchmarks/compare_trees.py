@@ -4,8 +4,8 @@
 
 On a shared machine one program after the other shows the neighbours, not a change of a few percent. Here each
 tree's headers become a library of their own, and the libraries take turns, in an order that moves on with each
-turn, on the same bf16 weights in memory. Printed are each one's rate, in GB/s of weights (of x for gemm_tn),
-and the median of its ratios to the first.
+turn, on the same bf16 weights in memory, in pages of 4 KiB. Printed are each one's rate, in GB/s of weights (of
+x for gemm_tn), and the median of its ratios to the first.
 Needs GCC 12 or clang 16 (`CXX`), and numpy.
 """
 
@@ -15,6 +15,7 @@ import argparse
 import ctypes
 import itertools
 import math
+import mmap
 import os
 import statistics
 import subprocess
@@ -57,10 +58,18 @@ def forms_of(tree: Path) -> Path:
     return own if own.exists() else Path(__file__).with_name("forms_library.cpp")
 
 
-def bf16_numbers(count: int) -> np.ndarray:
+def memory_of(count: int, huge_pages: bool) -> np.ndarray:
+    """Room for so many 16-bit numbers. Weights of files and of torch mostly lie in pages of 4 KiB; numpy would
+    ask for huge ones."""
+    pages = mmap.mmap(-1, 2 * count, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    pages.madvise(mmap.MADV_HUGEPAGE if huge_pages else mmap.MADV_NOHUGEPAGE)
+    return np.frombuffer(pages, dtype=np.uint16)
+
+
+def bf16_numbers(count: int, huge_pages: bool) -> np.ndarray:
     """Random numbers in bf16, which is the upper half of fp32."""
     values = np.random.default_rng(0).standard_normal(1 << 20, dtype=np.float32)
-    memory = np.empty(count + 32, dtype=np.uint16)
+    memory = memory_of(count + 32, huge_pages)
     from_line = -(memory.ctypes.data // 2) % 32  # tensors of torch begin with a cache line
     numbers = memory[from_line : from_line + count]
     numbers[:] = np.resize((values.view(np.uint32) >> 16).astype(np.uint16), count)
@@ -97,14 +106,15 @@ def main() -> None:
     parser.add_argument("--forms", nargs="+", choices=FORMS, default=FORMS)
     parser.add_argument("--threads", type=int, default=os.cpu_count())
     parser.add_argument("--turns", type=int, default=31)
+    parser.add_argument("--huge-pages", action="store_true", help="weights in pages of 2 MiB")
     args = parser.parse_args()
 
     out, inner = args.shape
     matrix = 2 * out * inner
     matrices = max(16, A_TURN // matrix // 2 * 2)
     parts = parts_for(len(args.trees), max(2, MEMORY // (matrices * matrix)))
-    weights = bf16_numbers(parts * matrices * out * inner)
-    activations = bf16_numbers(max(args.tokens) * max(out, inner, 16))
+    weights = bf16_numbers(parts * matrices * out * inner, args.huge_pages)
+    activations = bf16_numbers(max(args.tokens) * max(out, inner, 16), args.huge_pages)
     with tempfile.TemporaryDirectory() as folder:
         libraries = [build(tree, args.kernel, Path(folder), forms_of(tree)) for tree in args.trees]
 

@@ -1,6 +1,11 @@
 // What is asked for ahead is asked for once, and evenly.
 #include <gtest/gtest.h>
 
+#include <algorithm>
+#include <cstdint>
+#include <set>
+#include <vector>
+
 #include "amx_sft_moe/amx_sft_moe.hpp"
 
 namespace {
@@ -52,6 +57,83 @@ TEST(LeadingRows, NothingIsAskedForBehindTheLastStrip) {
     }
     for (index_t turn = 0; turn < lead; ++turn, rows.next()) ASSERT_EQ(0U, rows.row()) << "lead " << lead;
   }
+}
+
+constexpr index_t kPage = arch::kPageBytes;
+
+// Pages that rows [row, row + count) have bytes on.
+std::set<std::uintptr_t> pages_of(const arch::RowBytes& bytes, index_t row, index_t count) {
+  std::set<std::uintptr_t> pages;
+  for (index_t r = row; r < row + count; ++r) {
+    for (index_t i = 0; i < bytes.row_bytes; ++i) {
+      pages.insert((bytes.first + static_cast<std::uintptr_t>(r * bytes.stride + i)) / kPage);
+    }
+  }
+  return pages;
+}
+
+TEST(ForEachPage, EachPageOfTheRowsIsThereAndOfAdjacentRowsOnce) {
+  for (const index_t row_bytes : {2, 128, 1536, 4096, 5760, 14336}) {
+    for (const index_t gap : {0, 64, 4094, 4096, 8192}) {
+      const arch::RowBytes bytes{(1U << 20) + 192, row_bytes + gap, 40, row_bytes};
+      for (const index_t count : {0, 1, 3, 17}) {
+        std::vector<std::uintptr_t> found;
+        arch::for_each_page(bytes, 5, count, [&](std::uintptr_t at) { found.push_back(at / kPage); });
+        const std::set<std::uintptr_t> all = pages_of(bytes, 5, count);
+        const std::set<std::uintptr_t> each(found.begin(), found.end());
+        if (bytes.adjacent()) {
+          EXPECT_EQ(found.size(), each.size());
+        }
+        // Between rows that are adjacent there may be a page more.
+        EXPECT_TRUE(std::includes(each.begin(), each.end(), all.begin(), all.end()))
+            << row_bytes << ", " << gap;
+        if (gap == 0 || !bytes.adjacent()) {
+          EXPECT_EQ(all, each) << row_bytes << ", " << gap;
+        }
+      }
+    }
+  }
+}
+
+TEST(ForEachPage, RowsThatAreOneRowOrGoBackwardsHaveNoLoopWithoutEnd) {
+  for (const index_t stride : {0, -4096, -100}) {
+    index_t found = 0;
+    arch::for_each_page({1U << 20, stride, 40, 128}, 0, 40, [&](std::uintptr_t) { ++found; });
+    EXPECT_LE(found, 1) << stride;
+    EXPECT_GT(arch::PagesAhead({1U << 20, stride, 40, 128}, 4).due(0), 0);
+  }
+}
+
+TEST(PagesAhead, RowsAreDueOnceAndSomePagesTogether) {
+  for (const index_t row_bytes : {128, 1536, 4096, 5760, 28672}) {
+    for (const index_t gap : {0, 8192}) {
+      for (const index_t step : {4, 8}) {
+        constexpr index_t kRows = 100, kLead = 9;
+        const arch::RowBytes bytes{0, row_bytes + gap, kRows, row_bytes};
+        arch::PagesAhead pages(bytes, step);
+        index_t end = kLead;
+        for (index_t row = kLead; row < kRows + 20; row += step) {
+          const index_t count = pages.due(row);
+          if (count == 0) continue;
+          ASSERT_EQ(end, row);
+          end = row + count;
+          const auto together = static_cast<index_t>(pages_of(bytes, row, count).size());
+          EXPECT_LE(together, arch::kPagesTogether + step * (row_bytes / kPage + 2));
+          if (end < kRows) {
+            EXPECT_GE(together, arch::kPagesTogether / 2);
+          }
+        }
+        EXPECT_EQ(kRows, end) << row_bytes << ", " << gap << ", " << step;
+      }
+    }
+  }
+}
+
+TEST(PagesAhead, OfGatheredRowsNoneIsDue) {
+  const std::int32_t index[] = {3, 1};
+  const bf16 row[64] = {};
+  const auto bytes = arch::bytes_of(arch::RowSource<bf16>{row, 32, 1, index}, 2, 32);
+  EXPECT_EQ(0, arch::PagesAhead(bytes, 4).due(0));
 }
 
 }  // namespace

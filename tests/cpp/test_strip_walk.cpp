@@ -13,6 +13,7 @@ using namespace amx_sft_moe;  // NOLINT(google-build-using-namespace)
 using gemm::Strip;
 
 constexpr index_t kFirst = 256, kMost = 1024, kLine = 32;  // of bf16 in a cache line
+constexpr index_t kAll = 1 << 20;                          // steps of K
 
 template <class Order>
 std::vector<Strip> all_strips(const Order& order) {
@@ -21,7 +22,7 @@ std::vector<Strip> all_strips(const Order& order) {
   return strips;
 }
 std::vector<Strip> strips_along_k(index_t k, index_t cols) {
-  return all_strips(gemm::StripsAlongK(k, cols, kFirst, kMost));
+  return all_strips(gemm::StripsAlongK(k, cols, {kFirst, kMost, kAll}));
 }
 
 template <class Check>
@@ -57,6 +58,36 @@ TEST(StripsAlongK, FollowOneAnotherAndCoverTheirColumnsBeforeTheNext) {
   });
 }
 
+TEST(StripsAlongK, FinishAllColumnsOfAPartOfKBeforeTheNext) {
+  constexpr index_t kTogether = 600;
+  for_each_product([](index_t k, index_t cols) {
+    index_t begin = 0, end = 0, parts = ceil_div(k, kTogether);
+    index_t kk = 0, col = cols;
+    for (const Strip& strip : all_strips(gemm::StripsAlongK(k, cols, {kFirst, kFirst, kTogether}))) {
+      if (col >= cols) {
+        begin = end;
+        end += gemm::even_part(k - end, parts--);
+        ASSERT_LE(end - begin, kTogether + kLine) << k << " x " << cols;
+        kk = begin;
+        col = 0;
+      }
+      ASSERT_EQ(std::pair(kk, col), std::pair(strip.kk, strip.col)) << k << " x " << cols;
+      ASSERT_GT(strip.depth, 0) << k << " x " << cols;
+      ASSERT_LE(strip.depth, kFirst);
+      ASSERT_EQ(std::min(arch::kStripCols, cols - col), strip.cols);
+      kk += strip.depth;
+      ASSERT_LE(kk, end) << k << " x " << cols;
+      if (kk < end) continue;
+      kk = begin;
+      col += arch::kStripCols;
+    }
+    EXPECT_GE(col, cols) << k << " x " << cols;
+    if (cols > 0) {
+      EXPECT_EQ(k, end) << k << " x " << cols;
+    }
+  });
+}
+
 TEST(StripsAlongK, BeginShallowAndAreAtMostTwiceAsDeepAsTheOneBefore) {
   for_each_product([](index_t k, index_t cols) {
     index_t before = kFirst / 2, limit = kFirst;
@@ -85,7 +116,8 @@ TEST(StripsAlongK, AreAsFewAsTheirDepthsAllow) {
 }
 
 TEST(StripsAlongK, AreOfOneDepthWhereNoneMayBeDeeperThanTheFirst) {
-  for (const Strip& strip : all_strips(gemm::StripsAlongK(512, 1024, 128, 128))) EXPECT_EQ(128, strip.depth);
+  for (const Strip& strip : all_strips(gemm::StripsAlongK(512, 1024, {128, 128, kAll})))
+    EXPECT_EQ(128, strip.depth);
 }
 
 TEST(StripsAcross, FollowOneAnotherAndCoverTheirStepsOfKBeforeTheNext) {
@@ -121,7 +153,8 @@ void expect_announced(const Order& order) {
 
 TEST(StripWalk, AnnouncesTheNextTwo) {
   for_each_product([](index_t k, index_t cols) {
-    expect_announced(gemm::StripsAlongK(k, cols, kFirst, kMost));
+    expect_announced(gemm::StripsAlongK(k, cols, {kFirst, kMost, kAll}));
+    expect_announced(gemm::StripsAlongK(k, cols, {kFirst, kFirst, 600}));
     expect_announced(gemm::StripsAcross(k, cols, kFirst));
   });
 }

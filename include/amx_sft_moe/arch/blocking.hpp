@@ -28,6 +28,10 @@ inline constexpr index_t kMostAheadDepth = 1024;
 // Rows of A from which strips of gemm_nn are that deep: with fewer, lines of a strip that has left L1 come back more slowly
 // than it is written (benchmarks/LOG.md, "Zen 5").
 inline constexpr index_t kRowsOfDeepStrips = 48;
+// Steps of K that few rows of A (fewer than kRowsOfDeepStrips) have with all columns of B before the next: a step is a row
+// of B, often on a page of its own, and so many pages stay translated from one strip of columns to the next
+// (benchmarks/LOG.md, "Pages translated together").
+inline constexpr index_t kStepsTranslated = 1024;
 // From here on a strip of bf16 is made while the one before is multiplied. Products of shallower ones (few tokens of
 // gemm_tn, LoRA's terms) are over before memory that was asked for one strip ahead has come. Nor do shallower products with
 // tokens along the lanes ask for any.

@@ -10,6 +10,7 @@
 #include "amx_sft_moe/arch/blocking.hpp"
 #include "amx_sft_moe/arch/operands.hpp"
 #include "amx_sft_moe/arch/paced_prefetch.hpp"
+#include "amx_sft_moe/arch/pages_ahead.hpp"
 
 AMX_SFT_MOE_NAMESPACE_BEGIN
 namespace arch {
@@ -74,7 +75,9 @@ struct InPlaceSums {
       const index_t wide = part_of_columns(height, cols);
       LeadingPrefetch ahead = rows_in_order(b, k, cols, lead);
       ahead.spread(ceil_div(k, kDepth * kPairing<A>) * ceil_div(cols, Tiles::kTurnColumns));
+      PagesAhead pages(bytes_of(b, k, cols), kFarRows);
       for (index_t kk = 0; kk < k; kk += kFarRows) {
+        pages.before(kk + lead);
         for (index_t j = 0; j < cols; j += wide) {
           const Product<S> product{a + r * a_stride, a_stride, b.from_column(j), k, std::min(wide, cols - j)};
           add(product, kk, std::min(kk + kFarRows, k), c.from(r, j), lead < k ? &ahead : nullptr);
@@ -236,11 +239,14 @@ struct InPlaceDots {
                            const SumRows& c) {
     constexpr index_t kSize = sizeof(S);
     const bool in_order = tokens * k * index_t{sizeof(X)} <= kSumsBytes;
-    DotAhead<S> ahead{rows_in_order(w, in_order ? outs : 0, k, DotOuts + ceil_div(kFarBytes, k * kSize))};
+    const index_t lead = DotOuts + (in_order ? ceil_div(kFarBytes, k * kSize) : 0);
+    DotAhead<S> ahead{rows_in_order(w, in_order ? outs : 0, k, lead)};
     ahead.rows.spread(ceil_div(outs, DotOuts) * ceil_div(tokens, DotTokens) *
                       (k / std::max<index_t>(Tiles::kLine, kLineBytes / kSize)));
     ahead.shift = tokens > DotTokens ? 1 : 0;
+    PagesAhead pages(bytes_of(w, outs, k), DotOuts);
     for (index_t o = 0; o < outs; o += DotOuts) {
+      pages.before(o + lead);
       for_each_part(tokens, DotTokens, [&](index_t t, index_t count) {
         const S* row[std::size_t{DotOuts}];
         for (index_t i = 0; i < DotOuts; ++i) {

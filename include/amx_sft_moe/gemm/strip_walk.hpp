@@ -21,16 +21,25 @@ constexpr index_t even_part(index_t steps, index_t parts) {
   return round_up(ceil_div(steps, parts), arch::kLineBytes / index_t{sizeof(bf16)});
 }
 
-// All of K for 64 columns before the next 64. Nothing is multiplied while a task's first strip is made: those of the first
-// columns are no deeper than `first`, those of each further 64 columns than twice the ones before, none than `most`.
+// How deep strips are, and how many steps of K go together.
+struct StripDepths {
+  index_t first, most;
+  index_t together;
+};
+
+// Of each even part of K, no longer than `together`, all steps for 64 columns before the next 64. Nothing is multiplied while
+// a task's first strip is made: those of the first columns are no deeper than `first`, those of each further 64 columns than
+// twice the ones before, none than `most`.
 class StripsAlongK {
  public:
-  StripsAlongK(index_t k, index_t cols, index_t first, index_t most)
-      : k_(k), cols_(cols), most_(most), limit_(first), parts_(ceil_div(k, first)), left_(parts_) {}
+  StripsAlongK(index_t k, index_t cols, const StripDepths& depths)
+      : k_(k), cols_(cols), most_(depths.most), limit_(depths.first), parts_(ceil_div(k, depths.together)) {
+    next_part();
+  }
 
   Strip take() {
-    if (left_ == 0 || col_ >= cols_) return {};
-    const Strip strip{kk_, col_, even_part(k_ - kk_, left_), std::min(arch::kStripCols, cols_ - col_)};
+    if (left_ == 0) return {};
+    const Strip strip{kk_, col_, even_part(end_ - kk_, left_), std::min(arch::kStripCols, cols_ - col_)};
     kk_ += strip.depth;
     if (--left_ == 0) next_columns();
     return strip;
@@ -38,17 +47,28 @@ class StripsAlongK {
 
  private:
   void next_columns() {
-    kk_ = 0;
+    kk_ = begin_;
     col_ += arch::kStripCols;
-    if (parts_ > 1 && limit_ < most_) {
+    if (col_ >= cols_) return next_part();
+    if (strips_ > 1 && limit_ < most_) {
       limit_ = std::min(most_, 2 * limit_);
-      parts_ = ceil_div(k_, limit_);
+      strips_ = ceil_div(end_ - begin_, limit_);
     }
-    left_ = parts_;
+    left_ = strips_;
+  }
+  void next_part() {
+    if (parts_ == 0 || cols_ == 0) return;
+    kk_ = begin_ = end_;
+    col_ = 0;
+    end_ += even_part(k_ - end_, parts_--);
+    left_ = strips_ = ceil_div(end_ - begin_, limit_);
   }
 
   index_t k_, cols_, most_;
-  index_t limit_, parts_, left_;  // of a strip's depth; of K; and those of these columns that are left
+  index_t limit_;                  // of a strip's depth
+  index_t parts_;                  // of K that are left behind [begin_, end_)
+  index_t begin_ = 0, end_ = 0;    // the part at hand
+  index_t strips_ = 0, left_ = 0;  // of it, for 64 columns; and those of these columns that are left
   index_t kk_ = 0, col_ = 0;
 };
 

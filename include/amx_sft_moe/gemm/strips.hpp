@@ -98,14 +98,16 @@ struct AheadOf<Micro, bf16> {
   using Type = typename Micro::RowsAhead;
 };
 
-// How deep strips of a product of `rows` rows over k steps may be: those that Ahead makes while another is multiplied deeper
-// than others.
+// Of a product of `rows` rows over k > 0 steps: strips that Ahead makes while another is multiplied may be deeper than
+// others.
 template <class E, class Ahead, class S>
-index_t most_depth(const arch::RowSource<S>& source, index_t rows, index_t k) {
+StripDepths depths_of(const arch::RowSource<S>& source, index_t rows, index_t k) {
+  const index_t together = rows < arch::kRowsOfDeepStrips ? arch::kStepsTranslated : k;
+  StripDepths depths{arch::kStripDepth<E>, arch::kStripDepth<E>, together};
   if constexpr (!std::is_void_v<Ahead>) {
-    if (source.row_index == nullptr && k % Ahead::kStep == 0) return Ahead::most_depth(rows);
+    if (source.row_index == nullptr && k % Ahead::kStep == 0) depths.most = Ahead::most_depth(rows);
   }
-  return arch::kStripDepth<E>;
+  return depths;
 }
 
 // The strips of a product, one after the other: the one that is multiplied, and room for the next.
@@ -169,8 +171,8 @@ void multiply_rows_by_columns(Scratch& scratch, const arch::RowSource<typename K
   Strips<Kernel> strips(scratch);
   b.visit([&]<class S>(const arch::RowSource<S>& source) {
     using Ahead = typename AheadOf<typename Kernel::Microkernel, S>::Type;
-    const StripsAlongK order(k, cols, arch::kStripDepth<E>, most_depth<E, Ahead>(source, rows, k));
-    for (StripWalk walk(order); !walk.done(); walk.advance()) {
+    for (StripWalk walk(StripsAlongK{k, cols, depths_of<E, Ahead>(source, rows, k)}); !walk.done();
+         walk.advance()) {
       multiply_strip_of_rows(strips, a, rows, source, walk, c);
     }
   });
@@ -238,8 +240,8 @@ void multiply_columns(Scratch& scratch, TokenForm form, const typename Kernel::C
   }
   Strips<Kernel> strips(scratch);
   with_adjacent_rows<Kernel>(scratch, w, out, k, [&]<class S>(const arch::RowSource<S>& source) {
-    const StripsAlongK order(k, out, arch::kStripDepth<E>, arch::kStripDepth<E>);
-    for (StripWalk walk(order); !walk.done(); walk.advance()) {
+    const StripDepths depths{arch::kStripDepth<E>, arch::kStripDepth<E>, k};
+    for (StripWalk walk(StripsAlongK{k, out, depths}); !walk.done(); walk.advance()) {
       const Strip& strip = walk.here();
       const auto from = source.from_row(strip.col).from_column(strip.kk);
       strips.template multiply<void>(

@@ -11,6 +11,7 @@
 #include "amx_sft_moe/arch/avx512/vector.hpp"
 #include "amx_sft_moe/arch/blocking.hpp"
 #include "amx_sft_moe/arch/paced_prefetch.hpp"
+#include "amx_sft_moe/arch/pages_ahead.hpp"
 
 AMX_SFT_MOE_NAMESPACE_BEGIN
 namespace arch::avx512 {
@@ -169,8 +170,10 @@ struct TokenLanes {
     };
     std::uintptr_t later = segment.rows_left > rows ? place(rows, 0) : 0;
     if (k + depth < segment.k) later = place(0, k + depth);
-    return {{place(0, k), later, segment.a_stride * kSize, rows, depth * kSize},
-            kRows + ceil_div(kFarBytes, depth * kSize)};
+    return {{place(0, k), later, segment.a_stride * kSize, rows, depth * kSize}, lead_of(depth)};
+  }
+  static constexpr index_t lead_of(index_t depth) {
+    return kRows + ceil_div(kFarBytes, depth * index_t{sizeof(bf16)});
   }
 
   static constexpr int kRows = 8, kMostPanels = 3;
@@ -198,7 +201,13 @@ struct TokenLanes {
     index_t tiles = 0;
     for_each_tile(rows, panels, [&](index_t, index_t, index_t, index_t) { ++tiles; });
     ahead.spread(tiles * ceil_div(part.k, kStepsATurn * kKUnit));
+    constexpr index_t kSize = sizeof(bf16);
+    PagesAhead pages(
+        {reinterpret_cast<std::uintptr_t>(part.a), part.a_stride * kSize, part.rows_left, part.k * kSize},
+        kRows);
+    const index_t lead = lead_of(part.k);
     for_each_tile(rows, panels, [&](index_t i, index_t height, index_t p, index_t wide) {
+      if (p == 0) pages.before(i + lead);
       Segment<bf16> here = part;
       here.a += i * part.a_stride;
       here.b += p * part.panel_stride;

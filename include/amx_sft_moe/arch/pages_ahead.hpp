@@ -1,0 +1,86 @@
+// Pages of rows to come, translated many at a time. A line that is asked for on a page that no TLB knows can't retire, nor
+// can what follows it, until the page's entry has been read; a core's queue of loads is full before that. Asked for one
+// right after the other, pages are looked up side by side. One by one, those of W in pages of 4 KiB took a tenth of the
+// time of gemm_nt with 16 tokens (benchmarks/LOG.md, "Pages translated together").
+#pragma once
+
+#include <algorithm>
+#include <cstdint>
+
+#include "amx_sft_moe/arch/operands.hpp"
+#include "amx_sft_moe/arch/paced_prefetch.hpp"
+
+AMX_SFT_MOE_NAMESPACE_BEGIN
+namespace arch {
+
+inline constexpr index_t kPageBytes = 4096;  // or more: larger pages are asked for several times
+inline constexpr index_t kPagesTogether = 32;
+
+// Rows that lie somewhere: numbers, see BytesAhead.
+struct RowBytes {
+  std::uintptr_t first = 0;
+  index_t stride = 0;  // bytes
+  index_t rows = 0;    // all of them there
+  index_t row_bytes = 0;
+
+  // Whether what lies between them is less than a page.
+  constexpr bool adjacent() const { return stride - row_bytes < kPageBytes; }
+};
+
+// The rows of a source, of each its first `cols` elements. Of gathered rows none.
+template <class S>
+RowBytes bytes_of(const RowSource<S>& source, index_t rows, index_t cols) {
+  constexpr index_t kSize = sizeof(S);
+  if (source.row_index != nullptr) return {};
+  return {reinterpret_cast<std::uintptr_t>(source.data), source.row_stride * kSize, rows, cols * kSize};
+}
+
+// f(address) once for each page of rows [row, row + count), between them too where they are adjacent. Inlined, as
+// PagesAhead is: GCC sees no effect in a function of nothing but prefetches, and leaves its calls out.
+template <class F>
+AMX_SFT_MOE_INLINE void for_each_page(const RowBytes& bytes, index_t row, index_t count, F&& f) {
+  constexpr auto kPage = static_cast<std::uintptr_t>(kPageBytes);
+  const index_t pieces = bytes.adjacent() ? std::min<index_t>(count, 1) : count;
+  const index_t length = bytes.adjacent() ? (count - 1) * bytes.stride + bytes.row_bytes : bytes.row_bytes;
+  for (index_t i = 0; i < pieces; ++i) {
+    std::uintptr_t at = bytes.first + static_cast<std::uintptr_t>((row + i) * bytes.stride);
+    const std::uintptr_t end = at + static_cast<std::uintptr_t>(std::max<index_t>(length, 0));
+    for (; at < end; at = (at | (kPage - 1)) + 1) f(at);
+  }
+}
+
+// Asks for a line of each page of rows [row, row + count).
+AMX_SFT_MOE_INLINE void translate(const RowBytes& bytes, index_t row, index_t count) {
+  for_each_page(
+      bytes, row, count, [](std::uintptr_t page) __attribute__((always_inline)) { ask_for_line<2>(page); });
+}
+
+class PagesAhead {
+ public:
+  // For rows that are asked for in order, `step` of them from one before() to the next.
+  PagesAhead(const RowBytes& bytes, index_t step) : bytes_(bytes) {
+    const index_t row = bytes.adjacent() ? bytes.stride : round_up(bytes.row_bytes, kPageBytes);
+    together_ = std::max(kPagesTogether * kPageBytes / std::max<index_t>(row, 1) / step * step, step);
+  }
+
+  // Rows from `row` on are asked for next.
+  AMX_SFT_MOE_INLINE void before(index_t row) {
+    if (const index_t count = due(row); count > 0) translate(bytes_, row, count);
+  }
+
+  // How many rows, `row` the first, are translated now.
+  AMX_SFT_MOE_INLINE index_t due(index_t row) {
+    if (row < done_ || row >= bytes_.rows) return 0;
+    const index_t count = std::min(together_, bytes_.rows - row);
+    done_ = row + count;
+    return count;
+  }
+
+ private:
+  RowBytes bytes_;
+  index_t together_ = 1;
+  index_t done_ = 0;  // rows before it
+};
+
+}  // namespace arch
+AMX_SFT_MOE_NAMESPACE_END
