@@ -62,7 +62,11 @@ def memory_of(count: int, huge_pages: bool) -> np.ndarray:
     """Room for so many 16-bit numbers. Weights of files and of torch mostly lie in pages of 4 KiB; numpy would
     ask for huge ones."""
     pages = mmap.mmap(-1, 2 * count, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    pages.madvise(mmap.MADV_HUGEPAGE if huge_pages else mmap.MADV_NOHUGEPAGE)
+    try:
+        pages.madvise(mmap.MADV_HUGEPAGE if huge_pages else mmap.MADV_NOHUGEPAGE)
+    except OSError:  # a kernel without huge pages
+        if huge_pages:
+            sys.exit("--huge-pages: this kernel has none")
     return np.frombuffer(pages, dtype=np.uint16)
 
 
@@ -106,7 +110,7 @@ def main() -> None:
     parser.add_argument("--forms", nargs="+", choices=FORMS, default=FORMS)
     parser.add_argument("--threads", type=int, default=os.cpu_count())
     parser.add_argument("--turns", type=int, default=31)
-    parser.add_argument("--huge-pages", action="store_true", help="weights in pages of 2 MiB")
+    parser.add_argument("--huge-pages", action="store_true", help="weights and tokens in pages of 2 MiB")
     args = parser.parse_args()
 
     out, inner = args.shape

@@ -130,8 +130,9 @@ std::vector<Extents> all_extents(std::initializer_list<index_t> deep) {
   for (const index_t rows : {1, 5, 8, 10}) {
     for (const index_t cols : {16, 17, 31, 32}) all.push_back({rows, 300, cols});
   }
-  // Strips up to the deepest there is: 256, then 512, then 1024 steps and less.
+  // Two parts of K; and strips up to the deepest there is: 256, then 512, then 1024 steps and less.
   all.push_back({13, 2032, 264});
+  all.push_back({49, 2032, 264});
   // Wider than what of C stays in L1: by a few columns for one row, many times for eight.
   for (const index_t rows : {1, 8, 9}) {
     for (const index_t k : {11, 16, 35, 51, 54}) all.push_back({rows, k, 6200});

@@ -13,7 +13,7 @@ using namespace amx_sft_moe;  // NOLINT(google-build-using-namespace)
 using gemm::Strip;
 
 constexpr index_t kFirst = 256, kMost = 1024, kLine = 32;  // of bf16 in a cache line
-constexpr index_t kAll = 1 << 20;                          // steps of K
+constexpr index_t kAll = 1 << 20, kTogether = 576;         // steps of K
 
 template <class Order>
 std::vector<Strip> all_strips(const Order& order) {
@@ -59,7 +59,6 @@ TEST(StripsAlongK, FollowOneAnotherAndCoverTheirColumnsBeforeTheNext) {
 }
 
 TEST(StripsAlongK, FinishAllColumnsOfAPartOfKBeforeTheNext) {
-  constexpr index_t kTogether = 600;
   for_each_product([](index_t k, index_t cols) {
     index_t begin = 0, end = 0, parts = ceil_div(k, kTogether);
     index_t kk = 0, col = cols;
@@ -67,7 +66,7 @@ TEST(StripsAlongK, FinishAllColumnsOfAPartOfKBeforeTheNext) {
       if (col >= cols) {
         begin = end;
         end += gemm::even_part(k - end, parts--);
-        ASSERT_LE(end - begin, kTogether + kLine) << k << " x " << cols;
+        ASSERT_LE(end - begin, kTogether) << k << " x " << cols;
         kk = begin;
         col = 0;
       }
@@ -154,7 +153,7 @@ void expect_announced(const Order& order) {
 TEST(StripWalk, AnnouncesTheNextTwo) {
   for_each_product([](index_t k, index_t cols) {
     expect_announced(gemm::StripsAlongK(k, cols, {kFirst, kMost, kAll}));
-    expect_announced(gemm::StripsAlongK(k, cols, {kFirst, kFirst, 600}));
+    expect_announced(gemm::StripsAlongK(k, cols, {kFirst, kFirst, kTogether}));
     expect_announced(gemm::StripsAcross(k, cols, kFirst));
   });
 }

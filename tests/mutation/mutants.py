@@ -102,6 +102,7 @@ _LEFT_OUT = re.compile(
     r"|(ahead|rows)(\.|->)turn|ask_for_line|in_order|kFarBytes|rows_\.(any|ask|next)\(|\bany\(\)|later_ != 0"
     r"|kLeadProducts|rows_left|\blater = |place = \[|place\(0, k\)|segment\.a\) \+"
     r"|\.a_stride \+ step|\+\+tiles|ahead\.spread"
+    r"|\bpages\b|PagesAhead|\btranslate\(|const index_t (lead|most|there) =|const bool last ="
     # Sizes of blocks, and when B is read in place: speed only.
     r"|kStripBytes =|kStripDepth =|kFarRows =|k <= k\w*Steps|part_of_columns|parts\)|parts ="
     r"|<= arch::kFewFactorRows|const bool rounded ="

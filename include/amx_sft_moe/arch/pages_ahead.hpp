@@ -1,14 +1,13 @@
 // Pages of rows to come, translated many at a time. A line that is asked for on a page that no TLB knows can't retire, nor
 // can what follows it, until the page's entry has been read; a core's queue of loads is full before that. Asked for one
 // right after the other, pages are looked up side by side. One by one, those of W in pages of 4 KiB took a tenth of the
-// time of gemm_nt with 16 tokens (benchmarks/LOG.md, "Pages translated together").
+// time of the loop of gemm_nt with 16 tokens (benchmarks/LOG.md, "Pages translated together").
 #pragma once
 
 #include <algorithm>
 #include <cstdint>
 
 #include "amx_sft_moe/arch/operands.hpp"
-#include "amx_sft_moe/arch/paced_prefetch.hpp"
 
 AMX_SFT_MOE_NAMESPACE_BEGIN
 namespace arch {
@@ -23,7 +22,7 @@ struct RowBytes {
   index_t rows = 0;    // all of them there
   index_t row_bytes = 0;
 
-  // Whether what lies between them is less than a page.
+  // Whether no page lies between them.
   constexpr bool adjacent() const { return stride - row_bytes < kPageBytes; }
 };
 
@@ -35,10 +34,9 @@ RowBytes bytes_of(const RowSource<S>& source, index_t rows, index_t cols) {
   return {reinterpret_cast<std::uintptr_t>(source.data), source.row_stride * kSize, rows, cols * kSize};
 }
 
-// f(address) once for each page of rows [row, row + count), between them too where they are adjacent. Inlined, as
-// PagesAhead is: GCC sees no effect in a function of nothing but prefetches, and leaves its calls out.
+// f(address) once for each page of rows [row, row + count): adjacent ones are one run of pages.
 template <class F>
-AMX_SFT_MOE_INLINE void for_each_page(const RowBytes& bytes, index_t row, index_t count, F&& f) {
+void for_each_page(const RowBytes& bytes, index_t row, index_t count, F&& f) {
   constexpr auto kPage = static_cast<std::uintptr_t>(kPageBytes);
   const index_t pieces = bytes.adjacent() ? std::min<index_t>(count, 1) : count;
   const index_t length = bytes.adjacent() ? (count - 1) * bytes.stride + bytes.row_bytes : bytes.row_bytes;
@@ -49,35 +47,42 @@ AMX_SFT_MOE_INLINE void for_each_page(const RowBytes& bytes, index_t row, index_
   }
 }
 
-// Asks for a line of each page of rows [row, row + count).
-AMX_SFT_MOE_INLINE void translate(const RowBytes& bytes, index_t row, index_t count) {
-  for_each_page(
-      bytes, row, count, [](std::uintptr_t page) __attribute__((always_inline)) { ask_for_line<2>(page); });
+// Asks for a line of each page of rows [row, row + count), into L2. By `volatile` asm: GCC sees no effect in a function of
+// nothing but __builtin_prefetch, and leaves its calls out.
+inline void translate(const RowBytes& bytes, index_t row, index_t count) {
+  for_each_page(bytes, row, count, [](std::uintptr_t page) {
+    __asm__ volatile("prefetcht1 (%0)" : : "r"(page));
+  });
 }
 
 class PagesAhead {
  public:
-  // For rows that are asked for in order, `step` of them from one before() to the next.
-  PagesAhead(const RowBytes& bytes, index_t step) : bytes_(bytes) {
+  struct Due {
+    index_t row = 0, count = 0;
+  };
+
+  // For rows that are asked for in order, at most `step` of them from one before() to the next.
+  PagesAhead(const RowBytes& bytes, index_t step) : bytes_(bytes), step_(step) {
     const index_t row = bytes.adjacent() ? bytes.stride : round_up(bytes.row_bytes, kPageBytes);
-    together_ = std::max(kPagesTogether * kPageBytes / std::max<index_t>(row, 1) / step * step, step);
+    together_ = std::max(kPagesTogether * kPageBytes / std::max<index_t>(row, 1), step);
   }
 
   // Rows from `row` on are asked for next.
-  AMX_SFT_MOE_INLINE void before(index_t row) {
-    if (const index_t count = due(row); count > 0) translate(bytes_, row, count);
+  void before(index_t row) {
+    if (const Due now = due(row); now.count > 0) translate(bytes_, now.row, now.count);
   }
 
-  // How many rows, `row` the first, are translated now.
-  AMX_SFT_MOE_INLINE index_t due(index_t row) {
-    if (row < done_ || row >= bytes_.rows) return 0;
-    const index_t count = std::min(together_, bytes_.rows - row);
-    done_ = row + count;
-    return count;
+  // What is translated now.
+  Due due(index_t row) {
+    const index_t first = std::max(row, done_);
+    if (row + step_ <= done_ || first >= bytes_.rows) return {};
+    done_ = std::min(first + together_, bytes_.rows);
+    return {first, done_ - first};
   }
 
  private:
   RowBytes bytes_;
+  index_t step_;
   index_t together_ = 1;
   index_t done_ = 0;  // rows before it
 };

@@ -21,7 +21,8 @@ constexpr index_t even_part(index_t steps, index_t parts) {
   return round_up(ceil_div(steps, parts), arch::kLineBytes / index_t{sizeof(bf16)});
 }
 
-// How deep strips are, and how many steps of K go together.
+// How deep strips are, and how many steps of K go together, a multiple of a cache line of bf16. Where that is not all of K
+// strips do not get deeper: `most` is `first`.
 struct StripDepths {
   index_t first, most;
   index_t together;

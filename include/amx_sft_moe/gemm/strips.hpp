@@ -7,7 +7,8 @@
 //       C += A's block x strip
 //
 // For gemm_nn blocks of K are outermost, and strips follow along the same rows of B, where these would take longer to read
-// otherwise (MakesRowsAhead), or A is staged a block at a time.
+// otherwise (MakesRowsAhead), or A is staged a block at a time. Few rows go through both loops for some steps of K before the
+// next (kStepsTranslated).
 //
 // While a strip of rows is multiplied the next is made where the kernel can (arch/strip_ahead.hpp), and the memory of those
 // that follow is on its way. An element of C is one chain of products along K whatever the block sizes: the same bits.

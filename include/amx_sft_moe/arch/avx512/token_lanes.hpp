@@ -151,7 +151,7 @@ struct TokenLanes {
         part.b += k * kPanelCols;
         part.k = std::min(depth, segment.k - k);
         LeadingPrefetch ahead = ahead_of(segment, k, part.k, rows);
-        multiply(part, rows, cols, c, ahead);
+        multiply(part, rows, cols, c, ahead, pages_of(segment, k, part.k, rows));
       }
     }
     if (!c.fresh) return;
@@ -175,6 +175,15 @@ struct TokenLanes {
   static constexpr index_t lead_of(index_t depth) {
     return kRows + ceil_div(kFarBytes, depth * index_t{sizeof(bf16)});
   }
+  // Their pages, up to the row that is asked for last: the next block's begin there.
+  static PagesAhead pages_of(const Segment<bf16>& segment, index_t k, index_t depth, index_t rows) {
+    constexpr index_t kSize = sizeof(bf16);
+    const bool last = k + depth >= segment.k;
+    const index_t most = last ? rows + lead_of(depth) : rows;
+    const index_t there = depth < kAheadDepth ? 0 : std::min(segment.rows_left, most);
+    const auto first = reinterpret_cast<std::uintptr_t>(segment.a) + static_cast<std::uintptr_t>(k * kSize);
+    return {{first, segment.a_stride * kSize, there, depth * kSize}, kRows};
+  }
 
   static constexpr int kRows = 8, kMostPanels = 3;
   // Four panels would be two tiles of two, which leave half of the accumulators idle.
@@ -196,15 +205,11 @@ struct TokenLanes {
   }
 
   static void multiply(const Segment<bf16>& part, index_t rows, index_t cols, const SumRows& c,
-                       LeadingPrefetch ahead) {
+                       LeadingPrefetch ahead, PagesAhead pages) {
     const index_t panels = ceil_div(cols, kPanelCols);
     index_t tiles = 0;
     for_each_tile(rows, panels, [&](index_t, index_t, index_t, index_t) { ++tiles; });
     ahead.spread(tiles * ceil_div(part.k, kStepsATurn * kKUnit));
-    constexpr index_t kSize = sizeof(bf16);
-    PagesAhead pages(
-        {reinterpret_cast<std::uintptr_t>(part.a), part.a_stride * kSize, part.rows_left, part.k * kSize},
-        kRows);
     const index_t lead = lead_of(part.k);
     for_each_tile(rows, panels, [&](index_t i, index_t height, index_t p, index_t wide) {
       if (p == 0) pages.before(i + lead);
