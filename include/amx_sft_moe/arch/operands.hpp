@@ -68,6 +68,11 @@ struct Segment {
   index_t k = 0;  // a multiple of the kernel's K unit; A and B hold zeros where data ended earlier
   index_t rows_left =
       0;  // of A where it lies, from this block's first to the last that will be read; 0: a copy
+
+  // Steps [first, first + count) of K alone.
+  Segment steps(index_t first, index_t count) const {
+    return {a + first, a_stride, b + first * kPanelCols, panel_stride, count, rows_left};
+  }
 };
 
 // Base product and LoRA, for gate and up, each perhaps with a staged tail of K.

@@ -6,6 +6,7 @@
 #include <algorithm>
 #include <cstdint>
 #include <cstring>
+#include <numeric>
 #include <utility>
 
 #include "amx_sft_moe/arch/avx512/vector.hpp"
@@ -16,14 +17,16 @@
 AMX_SFT_MOE_NAMESPACE_BEGIN
 namespace arch::avx512 {
 
-// Accumulators of C [Rows, 16 Panels], of whose last panel Last columns: all 16, or 8 or 4, of which two or four rows share a
-// vector. A product takes as long whatever its lanes are for.
+// Accumulators of C [Rows, 16 Panels], of whose last panel Last columns: all 16, or 12, 8 or 4, of which four or two rows
+// stand one behind the other in three vectors or one. A product takes as long whatever its lanes are for.
 template <int Rows, int Panels, int Last>
 class LaneSums {
-  static constexpr int kShared = kPanelCols / Last;  // rows of a vector of the last panel
-  static constexpr int kWhole = kShared == 1 ? Panels : Panels - 1;
-  static constexpr int kParts = kShared == 1 ? 0 : Rows / kShared;
-  static_assert(kWhole > 0 && (kParts == 0 || Rows % kShared == 0));
+  static constexpr int kLanes = int{kPanelCols};
+  static constexpr int kWhole = Last == kLanes ? Panels : Panels - 1;
+  static constexpr int kTogether = kLanes / std::gcd(Last, kLanes);  // rows of the last panel
+  static constexpr int kVectors = kTogether * Last / kLanes;         // for them
+  static constexpr int kParts = kWhole == Panels ? 0 : Rows / kTogether * kVectors;
+  static_assert(kWhole > 0 && (kParts == 0 || Rows % kTogether == 0));
 
  public:
   // C, or zeros where it is fresh.
@@ -39,9 +42,10 @@ class LaneSums {
     for (int i = 0; i < kParts; ++i) {
       __m512i lanes = _mm512_setzero_si512();
       AMX_SFT_MOE_UNROLL
-      for (int r = 0; r < kShared; ++r) {
-        const auto here = static_cast<__mmask16>(there & lanes_of(r));
-        const __m512 row = _mm512_maskz_loadu_ps(here, shared_row(c, i, r));
+      for (int r = 0; r < kTogether; ++r) {
+        const __mmask16 of_row = lanes_of(r, i % kVectors);
+        if (of_row == 0) continue;
+        const __m512 row = _mm512_maskz_loadu_ps(static_cast<__mmask16>(there & of_row), shared_row(c, i, r));
         lanes = _mm512_or_si512(lanes, _mm512_castps_si512(row));
       }
       part_[i] = _mm512_castsi512_ps(lanes);
@@ -56,24 +60,27 @@ class LaneSums {
     AMX_SFT_MOE_UNROLL
     for (int i = 0; i < kParts; ++i) {
       AMX_SFT_MOE_UNROLL
-      for (int r = 0; r < kShared; ++r) _mm512_mask_storeu_ps(shared_row(c, i, r), lanes_of(r), part_[i]);
+      for (int r = 0; r < kTogether; ++r) {
+        const __mmask16 of_row = lanes_of(r, i % kVectors);
+        if (of_row != 0) _mm512_mask_storeu_ps(shared_row(c, i, r), of_row, part_[i]);
+      }
     }
   }
 
   // += a pair of each row x a step of the panels.
   AMX_SFT_MOE_INLINE AMX_SFT_MOE_TARGET_AVX512_BF16 void add(const bf16* a, index_t a_stride, const bf16* b,
                                                              index_t panel_stride) {
-    __m512bh line[std::size_t{Panels}];
+    __m512bh line[std::size_t{kWhole}];
     AMX_SFT_MOE_UNROLL
-    for (int p = 0; p < Panels; ++p) {
-      line[p] = reinterpret_cast<__m512bh>(p < kWhole ? _mm512_loadu_si512(b + p * panel_stride)
-                                                      : repeated(b + p * panel_stride));
-    }
+    for (int p = 0; p < kWhole; ++p)
+      line[p] = reinterpret_cast<__m512bh>(_mm512_loadu_si512(b + p * panel_stride));
+    __m512i last[std::size_t{kVectors}];
+    if constexpr (kParts > 0) load_last(last, b + kWhole * panel_stride);
     AMX_SFT_MOE_UNROLL
-    for (int first = 0; first < Rows; first += kShared) {
-      __m512i pair[std::size_t{kShared}];
+    for (int first = 0; first < Rows; first += kTogether) {
+      __m512i pair[std::size_t{kTogether}];
       AMX_SFT_MOE_UNROLL
-      for (int r = 0; r < kShared; ++r) {
+      for (int r = 0; r < kTogether; ++r) {
         std::int32_t bits;
         std::memcpy(&bits, a + (first + r) * a_stride, sizeof(bits));
         pair[r] = _mm512_set1_epi32(bits);
@@ -85,38 +92,51 @@ class LaneSums {
         }
       }
       if constexpr (kParts > 0) {
-        const auto pairs = reinterpret_cast<__m512bh>(of_rows(pair));
-        part_[first / kShared] = _mm512_dpbf16_ps(part_[first / kShared], line[kWhole], pairs);
+        AMX_SFT_MOE_UNROLL
+        for (int v = 0; v < kVectors; ++v) {
+          __m512& sum = part_[first / kTogether * kVectors + v];
+          sum = _mm512_dpbf16_ps(sum, reinterpret_cast<__m512bh>(last[v]),
+                                 reinterpret_cast<__m512bh>(of_rows(pair, v)));
+        }
       }
     }
   }
 
  private:
-  // In a vector that rows share those of row r.
-  static constexpr __mmask16 lanes_of(int r) {
-    return static_cast<__mmask16>(((1U << Last) - 1U) << (r * Last));
+  // Of vector v those of row r.
+  static constexpr __mmask16 lanes_of(int r, int v) {
+    const int begin = std::max(r * Last - v * kLanes, 0), end = std::min((r + 1) * Last - v * kLanes, kLanes);
+    return begin < end ? static_cast<__mmask16>((1U << end) - (1U << begin)) : __mmask16{0};
   }
   // The row of C of lanes r of part i, so far back that it begins in those lanes.
   static float* shared_row(const SumRows& c, int i, int r) {
-    return c.data + (i * kShared + r) * c.stride + kWhole * kPanelCols - r * Last;
+    const int row = i / kVectors * kTogether + r, v = i % kVectors;
+    return c.data + row * c.stride + kWhole * kPanelCols + v * kLanes - r * Last;
   }
   // The first Last pairs of a step in each row's lanes.
-  AMX_SFT_MOE_INLINE AMX_SFT_MOE_TARGET_AVX512_BF16 static __m512i repeated(const bf16* b) {
-    if constexpr (kShared == 2) {
-      return _mm512_broadcast_i64x4(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(b)));
+  AMX_SFT_MOE_INLINE AMX_SFT_MOE_TARGET_AVX512_BF16 static void load_last(__m512i (&last)[kVectors],
+                                                                          const bf16* b) {
+    if constexpr (Last == 4) {
+      last[0] = _mm512_broadcast_i32x4(_mm_loadu_si128(reinterpret_cast<const __m128i*>(b)));
+    } else if constexpr (Last == 8) {
+      last[0] = _mm512_broadcast_i64x4(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(b)));
     } else {
-      return _mm512_broadcast_i32x4(_mm_loadu_si128(reinterpret_cast<const __m128i*>(b)));
+      static_assert(Last == 12);
+      const __m512i line = _mm512_loadu_si512(b);
+      last[0] = _mm512_shuffle_i32x4(line, line, _MM_SHUFFLE(0, 2, 1, 0));
+      last[1] = _mm512_shuffle_i32x4(line, line, _MM_SHUFFLE(1, 0, 2, 1));
+      last[2] = _mm512_shuffle_i32x4(line, line, _MM_SHUFFLE(2, 1, 0, 2));
     }
   }
-  // Each row's pair in its lanes.
-  AMX_SFT_MOE_INLINE AMX_SFT_MOE_TARGET_AVX512_BF16 static __m512i of_rows(const __m512i* pair) {
-    const __m512i low = _mm512_mask_mov_epi32(pair[0], lanes_of(1), pair[1]);
-    if constexpr (kShared == 2) {
-      return low;
-    } else {
-      const __m512i high = _mm512_mask_mov_epi32(pair[2], lanes_of(3), pair[3]);
-      return _mm512_mask_mov_epi32(low, static_cast<__mmask16>(lanes_of(2) | lanes_of(3)), high);
+  // In vector v each row's pair in its lanes.
+  AMX_SFT_MOE_INLINE AMX_SFT_MOE_TARGET_AVX512_BF16 static __m512i of_rows(const __m512i* pair, int v) {
+    __m512i pairs = pair[v * kLanes / Last];
+    AMX_SFT_MOE_UNROLL
+    for (int r = v * kLanes / Last + 1; r < kTogether; ++r) {
+      const __mmask16 of_row = lanes_of(r, v);
+      if (of_row != 0) pairs = _mm512_mask_mov_epi32(pairs, of_row, pair[r]);
     }
+    return pairs;
   }
 
   __m512 whole_[std::size_t{Rows}][std::size_t{kWhole}];
@@ -135,23 +155,26 @@ struct TokenLanes {
     return uniform_plan(rows, cols, kMaxRows, round_up(ceil_div(cols, ceil_div(cols, kMaxCols)), kPanelCols));
   }
 
-  // C [rows, cols] += the sum of the segments, or = it where C is fresh; zeros where there are none.
+  // C [rows, cols] += the sum of the segments, or = it where C is fresh; zeros where there are none. Few steps along K, such as
+  // LoRA's, go with the segment before them: C would pass through registers for them alone.
   template <class Session>
   static void block(Session& /*session*/, int /*pattern*/, const Segments<bf16>& segments, index_t rows,
                     index_t cols, const SumRows& to) {
     SumRows c = to;
-    for (int s = 0; s < segments.count; ++s) {
+    for (int s = 0, next = 0; s < segments.count; s = next) {
+      for (next = s + 1; next < segments.count && segments.at[next].k < kAheadDepth;) ++next;
       const Segment<bf16>& segment = segments.at[s];
       // As much of x as meets a few rows of W stays in L2, whatever K is.
       const index_t most = kLanesBytes / (round_up(cols, kPanelCols) * index_t{sizeof(bf16)});
       const index_t depth = round_up(ceil_div(segment.k, ceil_div(segment.k, most)), kLine);
       for (index_t k = 0; k < segment.k; k += depth, c.fresh = false) {
-        Segment<bf16> part = segment;
-        part.a += k;
-        part.b += k * kPanelCols;
-        part.k = std::min(depth, segment.k - k);
-        LeadingPrefetch ahead = ahead_of(segment, k, part.k, rows);
-        multiply(part, rows, cols, c, ahead, pages_of(segment, k, part.k, rows));
+        Segments<bf16> together;
+        together.add(segment.steps(k, std::min(depth, segment.k - k)));
+        if (k + depth >= segment.k) {
+          for (int few = s + 1; few < next; ++few) together.add(segments.at[few]);
+        }
+        const index_t here = together.at[0].k;
+        multiply(together, rows, cols, c, ahead_of(segment, k, here, rows), pages_of(segment, k, here, rows));
       }
     }
     if (!c.fresh) return;
@@ -204,51 +227,53 @@ struct TokenLanes {
     });
   }
 
-  static void multiply(const Segment<bf16>& part, index_t rows, index_t cols, const SumRows& c,
+  static void multiply(const Segments<bf16>& together, index_t rows, index_t cols, const SumRows& c,
                        LeadingPrefetch ahead, PagesAhead pages) {
     const index_t panels = ceil_div(cols, kPanelCols);
-    index_t tiles = 0;
+    index_t tiles = 0, turns = 0;
     for_each_tile(rows, panels, [&](index_t, index_t, index_t, index_t) { ++tiles; });
-    ahead.spread(tiles * ceil_div(part.k, kStepsATurn * kKUnit));
-    const index_t lead = lead_of(part.k);
+    for (int s = 0; s < together.count; ++s) turns += ceil_div(together.at[s].k, kStepsATurn * kKUnit);
+    ahead.spread(tiles * turns);
+    const index_t lead = lead_of(together.at[0].k);
     for_each_tile(rows, panels, [&](index_t i, index_t height, index_t p, index_t wide) {
       if (p == 0) pages.before(i + lead);
-      Segment<bf16> here = part;
-      here.a += i * part.a_stride;
-      here.b += p * part.panel_stride;
       const index_t last = std::min(cols - (p + wide - 1) * kPanelCols, kPanelCols);
-      tile_of(height, wide, last)(here, c.from(i, p * kPanelCols), ahead);
+      tile_of(height, wide, last)(together, i, p, c.from(i, p * kPanelCols), ahead);
     });
   }
 
   static constexpr index_t kStepsATurn = 4;
 
-  // C [Rows, 16 Panels] += a segment's rows x its panels, of the last of which Last columns.
+  // C [Rows, 16 Panels] += rows from i on x panels from p on, of the last of which Last columns, of all segments.
   template <int Rows, int Panels, int Last>
-  AMX_SFT_MOE_TARGET_AVX512_BF16 static void tile(const Segment<bf16>& segment, const SumRows& c,
-                                                  LeadingPrefetch& ahead) {
+  AMX_SFT_MOE_TARGET_AVX512_BF16 static void tile(const Segments<bf16>& together, index_t i, index_t p,
+                                                  const SumRows& c, LeadingPrefetch& ahead) {
     LaneSums<Rows, Panels, Last> sums;
     sums.load(c);
-    const bf16* const a = segment.a;
-    const bf16* b = segment.b;
-    const index_t a_stride = segment.a_stride, panel_stride = segment.panel_stride;
-    for (index_t begin = 0; begin < segment.k; begin += kStepsATurn * kKUnit) {
-      ahead.turn();
-      const index_t end = std::min(begin + kStepsATurn * kKUnit, segment.k);
-      for (index_t k = begin; k < end; k += kKUnit, b += kKUnit * kPanelCols) {
-        sums.add(a + k, a_stride, b, panel_stride);
+    for (int s = 0; s < together.count; ++s) {
+      const Segment<bf16>& segment = together.at[s];
+      const index_t a_stride = segment.a_stride, panel_stride = segment.panel_stride;
+      const bf16* const a = segment.a + i * a_stride;
+      const bf16* b = segment.b + p * panel_stride;
+      for (index_t begin = 0; begin < segment.k; begin += kStepsATurn * kKUnit) {
+        ahead.turn();
+        const index_t end = std::min(begin + kStepsATurn * kKUnit, segment.k);
+        for (index_t k = begin; k < end; k += kKUnit, b += kKUnit * kPanelCols) {
+          sums.add(a + k, a_stride, b, panel_stride);
+        }
       }
     }
     sums.store(c);
   }
 
-  using Tile = void (*)(const Segment<bf16>&, const SumRows&, LeadingPrefetch&);
+  using Tile = void (*)(const Segments<bf16>&, index_t, index_t, const SumRows&, LeadingPrefetch&);
   // Few columns of the last panel have tiles of their own where rows are as many as they mostly are.
   static Tile tile_of(index_t rows, index_t panels, index_t last) {
-    if (panels > 1 && last <= 8 && rows == rows_of(panels)) {
-      constexpr Tile kOf8[] = {&tile<kRows, 2, 8>, &tile<kRows, 3, 8>, &tile<kRowsOfFour, 4, 8>};
-      constexpr Tile kOf4[] = {&tile<kRows, 2, 4>, &tile<kRows, 3, 4>, &tile<kRowsOfFour, 4, 4>};
-      return (last <= 4 ? kOf4 : kOf8)[panels - 2];
+    if (panels > 1 && last <= 12 && rows == rows_of(panels)) {
+      constexpr Tile kFew[][3] = {{&tile<kRows, 2, 4>, &tile<kRows, 3, 4>, &tile<kRowsOfFour, 4, 4>},
+                                  {&tile<kRows, 2, 8>, &tile<kRows, 3, 8>, &tile<kRowsOfFour, 4, 8>},
+                                  {&tile<kRows, 2, 12>, &tile<kRows, 3, 12>, &tile<kRowsOfFour, 4, 12>}};
+      return kFew[(last - 1) / 4][panels - 2];
     }
     return []<int... N>(index_t n, std::integer_sequence<int, N...>) {
       constexpr Tile kTiles[] = {&tile<N % kRows + 1, N / kRows + 1, 16>...};
