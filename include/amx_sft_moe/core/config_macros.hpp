@@ -56,6 +56,9 @@
 #define AMX_SFT_MOE_INLINE inline __attribute__((always_inline))
 // A vector whose origin the compiler shall not know: it is neither loaded nor broadcast again.
 #define AMX_SFT_MOE_HIDE_ORIGIN(vector) __asm__("" : "+v"(vector))
+// The same of a pointer, in a loop: rows are addressed by it and their distance, not by a pointer of each, of which there are
+// more than registers.
+#define AMX_SFT_MOE_HIDE_ADDRESS(pointer) __asm__("" : "+r"(pointer))
 
 #if defined(__clang__)
 #define AMX_SFT_MOE_UNROLL _Pragma("clang loop unroll(full)")

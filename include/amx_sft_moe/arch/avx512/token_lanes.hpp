@@ -78,25 +78,33 @@ class LaneSums {
     if constexpr (kParts > 0) load_last(last, b + kWhole * panel_stride);
     AMX_SFT_MOE_UNROLL
     for (int first = 0; first < Rows; first += kTogether) {
-      __m512i pair[std::size_t{kTogether}];
+      __m512i shared[std::size_t{kVectors}];  // each row's pair in its lanes
       AMX_SFT_MOE_UNROLL
       for (int r = 0; r < kTogether; ++r) {
         std::int32_t bits;
         std::memcpy(&bits, a + (first + r) * a_stride, sizeof(bits));
-        pair[r] = _mm512_set1_epi32(bits);
-        AMX_SFT_MOE_HIDE_ORIGIN(pair[r]);  // GCC would load it once for each product
+        __m512i pair = _mm512_set1_epi32(bits);
+        AMX_SFT_MOE_HIDE_ORIGIN(pair);  // GCC would load it once for each product
         AMX_SFT_MOE_UNROLL
         for (int p = 0; p < kWhole; ++p) {
           whole_[first + r][p] =
-              _mm512_dpbf16_ps(whole_[first + r][p], line[p], reinterpret_cast<__m512bh>(pair[r]));
+              _mm512_dpbf16_ps(whole_[first + r][p], line[p], reinterpret_cast<__m512bh>(pair));
+        }
+        if constexpr (kParts > 0) {
+          AMX_SFT_MOE_UNROLL
+          for (int v = 0; v < kVectors; ++v) {
+            const __mmask16 of_row = lanes_of(r, v);
+            if (of_row == 0) continue;
+            shared[v] = of_row & 1 ? pair : _mm512_mask_mov_epi32(shared[v], of_row, pair);
+          }
         }
       }
       if constexpr (kParts > 0) {
         AMX_SFT_MOE_UNROLL
         for (int v = 0; v < kVectors; ++v) {
           __m512& sum = part_[first / kTogether * kVectors + v];
-          sum = _mm512_dpbf16_ps(sum, reinterpret_cast<__m512bh>(last[v]),
-                                 reinterpret_cast<__m512bh>(of_rows(pair, v)));
+          sum =
+              _mm512_dpbf16_ps(sum, reinterpret_cast<__m512bh>(last[v]), reinterpret_cast<__m512bh>(shared[v]));
         }
       }
     }
@@ -127,16 +135,6 @@ class LaneSums {
       last[1] = _mm512_shuffle_i32x4(line, line, _MM_SHUFFLE(1, 0, 2, 1));
       last[2] = _mm512_shuffle_i32x4(line, line, _MM_SHUFFLE(2, 1, 0, 2));
     }
-  }
-  // In vector v each row's pair in its lanes.
-  AMX_SFT_MOE_INLINE AMX_SFT_MOE_TARGET_AVX512_BF16 static __m512i of_rows(const __m512i* pair, int v) {
-    __m512i pairs = pair[v * kLanes / Last];
-    AMX_SFT_MOE_UNROLL
-    for (int r = v * kLanes / Last + 1; r < kTogether; ++r) {
-      const __mmask16 of_row = lanes_of(r, v);
-      if (of_row != 0) pairs = _mm512_mask_mov_epi32(pairs, of_row, pair[r]);
-    }
-    return pairs;
   }
 
   __m512 whole_[std::size_t{Rows}][std::size_t{kWhole}];
@@ -253,13 +251,15 @@ struct TokenLanes {
     for (int s = 0; s < together.count; ++s) {
       const Segment<bf16>& segment = together.at[s];
       const index_t a_stride = segment.a_stride, panel_stride = segment.panel_stride;
-      const bf16* const a = segment.a + i * a_stride;
+      const bf16* a = segment.a + i * a_stride;
+      const bf16* const a_end = a + segment.k;
       const bf16* b = segment.b + p * panel_stride;
-      for (index_t begin = 0; begin < segment.k; begin += kStepsATurn * kKUnit) {
+      while (a < a_end) {
         ahead.turn();
-        const index_t end = std::min(begin + kStepsATurn * kKUnit, segment.k);
-        for (index_t k = begin; k < end; k += kKUnit, b += kKUnit * kPanelCols) {
-          sums.add(a + k, a_stride, b, panel_stride);
+        const bf16* const end = std::min(a + kStepsATurn * kKUnit, a_end);
+        for (; a < end; a += kKUnit, b += kKUnit * kPanelCols) {
+          AMX_SFT_MOE_HIDE_ADDRESS(a);
+          sums.add(a, a_stride, b, panel_stride);
         }
       }
     }
