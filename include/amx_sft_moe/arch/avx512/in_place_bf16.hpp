@@ -61,13 +61,16 @@ AMX_SFT_MOE_INLINE AMX_SFT_MOE_TARGET_AVX512_BF16 void add_pairs(
       }
     }
   }
+  const std::int32_t* pairs = &steps.a[0][0];
+  AMX_SFT_MOE_HIDE_ADDRESS(pairs);
   AMX_SFT_MOE_UNROLL
   for (std::size_t r = 0; r < Rows; ++r, to += stride) {
+    AMX_SFT_MOE_HIDE_ADDRESS(to);
     __m512 low = _mm512_maskz_loadu_ps(there, to);
     __m512 high = _mm512_maskz_loadu_ps(there, to + 16);
     AMX_SFT_MOE_UNROLL
     for (std::size_t d = 0; d < Depth; ++d) {
-      const __m512bh pair = broadcast_pair(steps.a[r][d]);
+      const __m512bh pair = broadcast_pair(pairs[r * Depth + d]);
       low = _mm512_dpbf16_ps(low, pair, line[d][0]);
       high = _mm512_dpbf16_ps(high, pair, line[d][1]);
     }

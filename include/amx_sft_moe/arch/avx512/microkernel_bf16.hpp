@@ -15,7 +15,7 @@ namespace arch {
 // gemm_nt has tokens along the lanes; with up to 14 of them, or 16 with short rows of W, that is no faster than dot products
 // of 4 rows x 6 tokens, 24 accumulators, 4 registers of W, 1 of x, for which no lane is left over.
 struct Avx512Bf16Microkernel : StripTiles<Avx512Bf16Microkernel, bf16, 6, 4, 4>,
-                               InPlaceSums<avx512::InPlacePairTiles, 10>,
+                               InPlaceSums<avx512::InPlacePairTiles, 12>,
                                InPlaceDots<avx512::InPlacePairTiles, 16, 4, 6, 14> {
   static_assert(kCols == kStripCols);  // a strip is one block, for what packs it
   using RowsAhead = avx512::RowsAhead;
