@@ -148,7 +148,7 @@ TYPED_TEST(GemmTokens, TheFormDecidesTheOrderOfSums) {
 TYPED_TEST(GemmTokens, TermsOfOneFormAreSummed) {
   for (const auto& [in, second] :
        {std::pair<index_t, index_t>{77, 7}, {77, 66}, {3001, 7}, {66, 77}, {7, 77}}) {
-    for (const index_t tokens : {1, 6, 15, 16, 22, 70}) {
+    for (const index_t tokens : {1, 6, 15, 16, 22, 27, 70, 172}) {
       const std::vector<float> y = this->product_of_two(in, second, tokens);
       for (index_t t = 0; t < tokens; ++t) {
         for (index_t o = 0; o < this->kTermOuts; ++o) {
@@ -171,10 +171,11 @@ TYPED_TEST(GemmTokens, FewTokensOfLongRowsAreExact) {
   for (index_t tokens = 11; tokens <= 17; ++tokens) this->expect_exact(this->kLongIn, tokens, 70);
 }
 
-// Tokens along the lanes: up to four panels, of the last 1 to 4, 5 to 8 or more columns; and more panels, in several tiles.
+// Tokens along the lanes: up to four panels, of the last 1 to 4, 5 to 8, 9 to 12 or more columns; and more panels, in several
+// tiles.
 TYPED_TEST(GemmTokens, EveryNumberOfPanelsIsExact) {
   for (const index_t whole : {16, 32, 48, 64, 80, 96, 112, 176}) {
-    for (const index_t more : {1, 4, 5, 8, 9, 16}) this->expect_exact(77, whole + more);
+    for (const index_t more : {1, 4, 5, 8, 9, 12, 13, 16}) this->expect_exact(77, whole + more);
   }
   this->expect_exact(77, 200);  // more than a block of C has
   this->expect_exact(1, 40);
@@ -182,7 +183,7 @@ TYPED_TEST(GemmTokens, EveryNumberOfPanelsIsExact) {
 
 // Tiles of 4 and 8 rows of W, and all that may be left over.
 TYPED_TEST(GemmTokens, EveryNumberOfOutputsIsExact) {
-  for (const index_t tokens : {3, 17, 22, 40, 50, 63}) {
+  for (const index_t tokens : {3, 17, 22, 27, 40, 44, 50, 58, 63}) {
     for (index_t outs = 1; outs <= 40; ++outs) this->expect_exact(77, tokens, outs);
   }
 }
@@ -213,7 +214,7 @@ TYPED_TEST(GemmTokens, DeepStripsAreExact) {
 
 // More of x than stays in L2 at once: a tile adds to what is there, in whole panels and in one that rows share.
 TYPED_TEST(GemmTokens, DeepPanelsAreExact) {
-  for (const index_t tokens : {164, 168, 192}) {
+  for (const index_t tokens : {164, 168, 172, 192}) {
     ASSERT_GT(tokens * this->kDeepIn * index_t{sizeof(bf16)}, arch::kLanesBytes);
     this->expect_exact(this->kDeepIn, tokens, 40);
     this->expect_exact(this->kDeepIn - 1, tokens, 9);
