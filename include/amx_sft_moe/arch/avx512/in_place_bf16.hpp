@@ -130,6 +130,23 @@ AMX_SFT_MOE_INLINE AMX_SFT_MOE_TARGET_AVX512_BF16 void add_steps_of_rows(const b
   }
 }
 
+// 32 columns from j on, of which n are there, of C [rows, cols] += a [rows, 2 Depth] x those rows of B.
+template <bool Whole, std::size_t Depth, class S>
+AMX_SFT_MOE_INLINE AMX_SFT_MOE_TARGET_AVX512_BF16 void add_few_steps_of_columns(const bf16* a, index_t a_stride,
+                                                                                index_t rows, const S* const* b,
+                                                                                index_t j, index_t n,
+                                                                                const SumRows& c) {
+  const __mmask16 there = lanes_there(c);
+  __m512bh line[Depth][2];
+  load_steps<Whole>(line, b, j, n);
+  float* to = c.data + j;
+  index_t r = 0;
+  for (; r + 2 <= rows; r += 2) {
+    add_steps_of_rows<2>(a + r * a_stride, a_stride, line, there, to + r * c.stride, c.stride);
+  }
+  if (r < rows) add_steps_of_rows<1>(a + r * a_stride, a_stride, line, there, to + r * c.stride, c.stride);
+}
+
 struct InPlacePairTiles {
   using Element = bf16;
   static constexpr index_t kLine = avx512::kLine, kTurnColumns = 32;
@@ -139,21 +156,11 @@ struct InPlacePairTiles {
   template <std::size_t Depth, class S>
   AMX_SFT_MOE_TARGET_AVX512_BF16 static void add_few_steps(const bf16* a, index_t a_stride, index_t rows,
                                                            const S* const* b, index_t cols, const SumRows& c) {
-    const __mmask16 there = lanes_there(c);
-    for (index_t j = 0; j < cols; j += kTurnColumns) {
-      __m512bh line[Depth][2];
-      if (cols - j >= kTurnColumns) {
-        load_steps<true>(line, b, j, kTurnColumns);
-      } else {
-        load_steps<false>(line, b, j, cols - j);
-      }
-      index_t r = 0;
-      for (; r + 2 <= rows; r += 2) {
-        add_steps_of_rows<2>(a + r * a_stride, a_stride, line, there, c.data + r * c.stride + j, c.stride);
-      }
-      if (r == rows) continue;
-      add_steps_of_rows<1>(a + r * a_stride, a_stride, line, there, c.data + r * c.stride + j, c.stride);
+    index_t j = 0;
+    for (; cols - j >= kTurnColumns; j += kTurnColumns) {
+      add_few_steps_of_columns<true, Depth>(a, a_stride, rows, b, j, kTurnColumns, c);
     }
+    if (j < cols) add_few_steps_of_columns<false, Depth>(a, a_stride, rows, b, j, cols - j, c);
   }
 
   template <std::size_t Rows, std::size_t Depth, class S>
