@@ -56,7 +56,7 @@ void run_nt(int threads, index_t tokens, const W* weights, index_t matrices, ind
   Threads team(threads, tokens * out);
   const index_t stride = gemm::token_stride<Kernel>(in) * arch::kPanelCols;
   AlignedBuffer<E> packed(ceil_div(tokens, arch::kPanelCols) * stride);
-  const gemm::TokenForm form = gemm::token_form<Kernel>(tokens, in);
+  const gemm::TokenForm form = gemm::token_form<Kernel>(tokens);
   gemm::pack_operand<Kernel>(MatrixView<const W>{activations, tokens, in, in}, tokens, in, form,
                              {packed.data(), stride});
   const index_t wide =

@@ -86,7 +86,7 @@ class KernelForms {
   double nt_seconds(index_t m, index_t products) {
     const index_t stride = gemm::token_stride<Kernel>(shape_.in) * arch::kPanelCols;
     const gemm::Panels<E> x{x_panels_.data(), stride};
-    const gemm::TokenForm form = gemm::token_form<Kernel>(m, shape_.in);
+    const gemm::TokenForm form = gemm::token_form<Kernel>(m);
     gemm::pack_operand<Kernel>(MatrixView<const W>{memory_.activations.data(), m, shape_.in, shape_.in}, m,
                                shape_.in, form, x);
     const index_t step = std::min(m, blocking_.template tokens_for<Kernel>(shape_.in, m));

@@ -22,12 +22,12 @@ COSTS = Path(__file__).resolve().parent / "task_costs.json"
 FORWARD = ("gather", "gate_up", "down", "sum_tokens")
 BACKWARD = ("scatter", "grad_down", "grad_activation", "grad_gate_up", "grad_sum_tokens")
 TOKEN_REGIONS = ("sum_tokens", "grad_sum_tokens")  # their tasks are tokens, not an expert's rows
-# gemm_nt multiplies with weights in place for experts of up to so many rows in all (avx512_bf16 of two fewer
-# where a weight's rows are long), and in another way (strips, or tokens along the lanes) for others, also for a
-# task of their last few rows (InPlaceDots of the kernels' microkernels). Kernels not named here know one way.
+# gemm_nt multiplies with weights in place for experts of up to so many rows in all, and in another way (strips,
+# or tokens along the lanes) for others, also for a task of their last few rows (InPlaceDots of the kernels'
+# microkernels). Kernels not named here know one way.
 # gemm_nn and gemm_tn choose by a task's own rows, which is what was measured.
 NT_REGIONS = ("gather", "gate_up", "down")
-IN_PLACE_ROWS = {"avx512": 12, "avx512_bf16": 16, "avx2": 8}
+IN_PLACE_ROWS = {"avx512": 12, "avx512_bf16": 14, "avx2": 8}
 LORA_A_DOWN = -1  # kind of what the last task of a group of gate_up goes on with
 
 

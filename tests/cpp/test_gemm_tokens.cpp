@@ -41,14 +41,14 @@ class GemmTokens : public testing::Test {
   }
   std::vector<float> product(const gemm::AnyRows& weights, index_t in, index_t first, index_t tokens,
                              index_t all_tokens, index_t outs = kOut) {
-    const gemm::TokenForm form = gemm::token_form<Kernel>(all_tokens, in);
+    const gemm::TokenForm form = gemm::token_form<Kernel>(all_tokens);
     AlignedBuffer<E> packed;
     return sum<1>({{{weights, in, operand(packed, in, first, tokens, form)}}}, tokens, outs, form);
   }
   // The first `tokens` of x W^T, of K = in and of K = second.
   std::vector<float> product_of_two(index_t in, index_t second, index_t tokens) {
     const MatrixView<const W> weights{weights_.data(), kTermOuts, in, kMostIn};
-    const gemm::TokenForm form = gemm::token_form<Kernel>(tokens, in);
+    const gemm::TokenForm form = gemm::token_form<Kernel>(tokens);
     AlignedBuffer<E> packed, more;
     return sum<2>({{{weights, in, operand(packed, in, 0, tokens, form)},
                     {weights, second, operand(more, second, 0, tokens, form)}}},
@@ -107,7 +107,6 @@ class GemmTokens : public testing::Test {
 
   // One strip that is not full; more than one of whatever depth; and an odd K.
   static constexpr std::array<index_t, 4> kIns{77, 531, 592, 608};
-  // So many that x of some of the tokens that dot products take is too large for them.
   static constexpr index_t kLongIn = 3001;
   static constexpr index_t kTermOuts = 70;
   // More of it than a strip or, of many tokens, a part of their panels has.
@@ -139,8 +138,8 @@ TYPED_TEST(GemmTokens, ATaskOfFewTokensHasTheBitsOfAll) {
 TYPED_TEST(GemmTokens, TheFormDecidesTheOrderOfSums) {
   this->make_sums_round();
   constexpr index_t kIn = 592;
-  const bool dots = gemm::token_form<TypeParam>(6, kIn) == gemm::TokenForm::kDots;
-  ASSERT_NE(gemm::TokenForm::kDots, gemm::token_form<TypeParam>(70, kIn));
+  const bool dots = gemm::token_form<TypeParam>(6) == gemm::TokenForm::kDots;
+  ASSERT_NE(gemm::TokenForm::kDots, gemm::token_form<TypeParam>(70));
   EXPECT_EQ(!dots, this->product(kIn, 0, 6, 6) == this->product(kIn, 0, 6, 70));
 }
 
@@ -244,20 +243,17 @@ TYPED_TEST(GemmTokens, WeightsMayBeStrided) {
   }
 }
 
-// By all the expert's tokens and the length of W's rows.
-TEST(TokenForm, DotProductsAreForFewTokensOfWhichNotTooMuchIsReadAgain) {
+// By all the expert's tokens.
+TEST(TokenForm, DotProductsAreForFewTokens) {
   using Lanes = kernels::Avx512Bf16;
   using Strips = kernels::Avx512<bf16>;
-  for (const auto& [tokens, k] : {std::pair<index_t, index_t>{1, 1}, {16, 64}, {16, 2048}, {14, 1 << 20}}) {
-    EXPECT_EQ(gemm::TokenForm::kDots, gemm::token_form<Lanes>(tokens, k)) << tokens << " tokens, K = " << k;
-  }
-  for (const auto& [tokens, k] : {std::pair<index_t, index_t>{17, 64}, {16, 2049}, {15, 4096}}) {
-    EXPECT_EQ(gemm::TokenForm::kPanels, gemm::token_form<Lanes>(tokens, k)) << tokens << " tokens, K = " << k;
-  }
-  EXPECT_EQ(gemm::TokenForm::kDots, gemm::token_form<Strips>(12, 1 << 20));
-  EXPECT_EQ(gemm::TokenForm::kStrips, gemm::token_form<Strips>(13, 64));
-  EXPECT_EQ(gemm::TokenForm::kPanels, gemm::token_form<kernels::AmxBf16>(1, 64));
-  EXPECT_EQ(gemm::TokenForm::kStrips, gemm::token_form<kernels::Portable<bf16>>(1, 64));
+  EXPECT_EQ(gemm::TokenForm::kDots, gemm::token_form<Lanes>(1));
+  EXPECT_EQ(gemm::TokenForm::kDots, gemm::token_form<Lanes>(14));
+  EXPECT_EQ(gemm::TokenForm::kPanels, gemm::token_form<Lanes>(15));
+  EXPECT_EQ(gemm::TokenForm::kDots, gemm::token_form<Strips>(12));
+  EXPECT_EQ(gemm::TokenForm::kStrips, gemm::token_form<Strips>(13));
+  EXPECT_EQ(gemm::TokenForm::kPanels, gemm::token_form<kernels::AmxBf16>(1));
+  EXPECT_EQ(gemm::TokenForm::kStrips, gemm::token_form<kernels::Portable<bf16>>(1));
 }
 
 // Tasks begin where a panel does, none is much larger than what fits, and none is left with a few tokens.

@@ -25,8 +25,8 @@ inline constexpr Case kCasesOfThreads[] = {
     {"many_experts", 9, 2, 32, 32, 17, {4, 4, 4}},
     {"columns_cut_by_threads", 24, 2, 8, 1100, 600, {4, 4, 4}},  // tasks of 1024, 512 and 256 columns
     {"few_tokens_wide_ranks", 24, 4, 8, 700, 300, {20, 33, 17}},
-    {"panels_then_rows", 16, 1, 1, 2100, 200, {7, 0, 66}},  // x, then h
-    {"rows_then_panels", 15, 1, 1, 200, 2300, {66, 7, 5}},  // h of several tasks
+    {"sixteen_tokens", 16, 1, 1, 2100, 200, {7, 0, 66}},
+    {"h_of_several_tasks", 15, 1, 1, 200, 2300, {66, 7, 5}},
     {"whole_strips", 150, 1, 1, 545, 290, {8, 8, 8}},
     with_trained_base({"base", 61, 3, 5, 37, 53, {7, 3, 5}, kSkewed}),
     with_trained_base({"base_in_chunks", 530, 1, 2, 8, 5, {0, 0, 0}, kOneExpert}),

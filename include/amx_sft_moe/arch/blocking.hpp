@@ -1,7 +1,7 @@
 // Sizes and distances within products, with what they follow from: the caches of a core, and how many lines it asks
 // memory for at a time. Those of tasks and panels are gemm/blocking.hpp's. Compiled in, as L1 is 32 or 48 KiB in all CPUs
 // with AVX2 or more; L2, which differs more, is asked for at run time there. They change speed, never bits, but for
-// kLongDot and kDotElements, which are the same on every machine.
+// kLongDot, which is the same on every machine.
 #pragma once
 
 #include "amx_sft_moe/core/element.hpp"
@@ -78,9 +78,6 @@ inline constexpr index_t kFactorBlockSums = 4096;
 // K from which gemm_nt multiplies in place: a dot product ends with a sum over lanes, which costs as much as several
 // vectors of products.
 inline constexpr index_t kLongDot = 64;
-// Of x, up to which a kernel has more dot products than with longer rows of W: each few rows read all of x again from L2
-// (benchmarks/LOG.md, "Dot products of short rows").
-inline constexpr index_t kDotElements = index_t{32} << 10;
 
 // Panels (pack_rows of each instruction set): rows asked for ahead. Rows of a weight are 4 to 28 KiB apart, which
 // hardware prefetchers do not follow. Eight is what served; it follows from nothing.

@@ -207,15 +207,12 @@ struct DotAhead {
 //   static void order(const Element* x, index_t x_stride, index_t tokens, index_t k, Element* to);
 // which has ahead.turn<O>(kk, first) for each cache line of a row from kk on, `first` once for kLine elements. kLine
 // elements of a row of W are one or two vectors of products, in an order that suits the type and the instructions.
-template <class Tiles, int MostTokens, int DotOuts, int DotTokens, int TokensOfLongRows = MostTokens>
+template <class Tiles, int MostTokens, int DotOuts, int DotTokens>
 struct InPlaceDots {
   using X = typename Tiles::Element;
 
-  // Whether an expert with so many tokens in all has dot products with weights [out, k]. Not a task's tokens: each of them
-  // must choose alike.
-  static constexpr bool dots(index_t all_tokens, index_t k) {
-    return all_tokens <= MostTokens && (all_tokens <= TokensOfLongRows || all_tokens * k <= kDotElements);
-  }
+  // Whether an expert with so many tokens in all has dot products. Not a task's tokens: each of them must choose alike.
+  static constexpr bool dots(index_t all_tokens) { return all_tokens <= MostTokens; }
 
   // Elements of the copy of x that dot_in_place() reads.
   static constexpr index_t ordered_size(index_t tokens, index_t k) {

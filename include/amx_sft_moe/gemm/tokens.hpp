@@ -20,7 +20,7 @@ concept MultipliesStrips = requires { Kernel::Microkernel::kStrips; };
 template <class Kernel>
 concept SumsInPlace = requires { Kernel::Microkernel::in_place(1, 1); };
 template <class Kernel>
-concept DotsInPlace = requires { Kernel::Microkernel::dots(1, 1); };
+concept DotsInPlace = requires { Kernel::Microkernel::dots(1); };
 
 // A kernel of strips whose gemm_nt has tokens along the lanes (arch/avx512/token_lanes.hpp), unless it multiplies in place.
 template <class Kernel>
@@ -47,13 +47,12 @@ constexpr index_t padded_k(index_t k) {
 // where these lie (but for terms with few steps along K: strips), in rows for strips, or in panels.
 enum class TokenForm : std::uint8_t { kDots, kStrips, kPanels };
 
-// The form of all operands of an expert's product with weights [out, k], LoRA's second term included. Sums of dot products
-// are in another order: all_tokens of the expert and k decide, and not how this machine's caches cut these into tasks: the
-// same bits on every machine.
+// The form of all operands of an expert's products, LoRA's included. Sums of dot products are in another order: all tokens of
+// the expert decide, and not how this machine's caches cut these into tasks: the same bits on every machine.
 template <class Kernel>
-constexpr TokenForm token_form(index_t all_tokens, index_t k) {
+constexpr TokenForm token_form(index_t all_tokens) {
   if constexpr (DotsInPlace<Kernel>) {
-    if (Kernel::Microkernel::dots(all_tokens, k)) return TokenForm::kDots;
+    if (Kernel::Microkernel::dots(all_tokens)) return TokenForm::kDots;
   }
   return PanelsOfTokens<Kernel> ? TokenForm::kPanels : TokenForm::kStrips;
 }
@@ -134,15 +133,13 @@ void append_rows(const TokenBlock& block, float scale, const Panels<typename Ker
   }
 }
 
-// append_operand() where they are panels. The block may have come of rows, of a product with another K; then by single
-// elements, which is seldom: 15 or 16 tokens, hidden size no larger than 2184, intermediate size larger than 2048.
+// append_operand() where they are panels.
 template <class Kernel>
 void append_panels(const TokenBlock& block, float scale, const Panels<typename Kernel::Compute>& to,
                    index_t first, index_t padded) {
   using E = typename Kernel::Compute;
   using Rows = typename Kernel::Rows;
-  const bool strided = block.token_lines;
-  const arch::RowSource<float> steps{block.c, strided ? 1 : block.stride, strided ? block.stride : 1, nullptr};
+  const arch::RowSource<float> steps{block.c, block.stride, 1, nullptr};
   if constexpr (requires { Rows::kPairCols; }) {  // lays panels out in another way, says itself where a step is
     Rows::template pack_rows<E>(steps, block.outs, padded, block.tokens, scale, to.data, to.panel_stride,
                                 first);

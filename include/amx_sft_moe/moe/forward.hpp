@@ -33,7 +33,7 @@ void forward_gather(Step<Kernel>& step, const AnyConstMatrix& x) {
     const auto packed = operand_of<Kernel>(x_operand, step.hidden, expert, task.row);
     worker.time(Phase::kGather, [&] {
       const auto rows = gemm::AnyRows(x).gathered(work.routing.token_of_row() + expert.row_begin + task.row);
-      gemm::pack_operand<Kernel>(rows, task.rows, step.hidden, step.x_form(expert), packed);
+      gemm::pack_operand<Kernel>(rows, task.rows, step.hidden, step.form(expert), packed);
     });
     if (step.lora.gate.rank() + step.lora.up.rank() == 0) return;
     worker.time(Phase::kLoraAForward, [&] {
@@ -46,7 +46,7 @@ void forward_gather(Step<Kernel>& step, const AnyConstMatrix& x) {
           target(step.lora.gate, u_gate, step.saved.u_gate), target(step.lora.up, u_up, step.saved.u_up)};
       const auto project = [&](const LoraAdapter& adapter, std::size_t first, std::size_t count) {
         if (adapter.rank() == 0) return;
-        lora::project<Kernel>(worker.gemm, adapter.a[expert.expert], task.rows, step.x_form(expert),
+        lora::project<Kernel>(worker.gemm, adapter.a[expert.expert], task.rows, step.form(expert),
                               read_only(packed), std::span(targets).subspan(first, count));
       };
       if (step.lora.gate_up_share_a()) return project(step.lora.gate, 0, 2);
@@ -96,7 +96,7 @@ void finish_gate_up_block(Step<Kernel>& step, const Task& task, const std::array
         }
       },
       step.activation);
-  gemm::append_operand<Kernel>(gate, step.h_form(*task.expert), 1.0F, h.from_column(gate.token), first,
+  gemm::append_operand<Kernel>(gate, step.form(*task.expert), 1.0F, h.from_column(gate.token), first,
                                step.intermediate);
 }
 
@@ -143,7 +143,7 @@ void forward_gate_up(Step<Kernel>& step) {
                                             operand_of<Kernel>(u_up, lora.up.rank(), expert, task.row));
       const std::array<std::span<const gemm::Term<E>>, 2> outputs{{gate, up}};
       gemm::gemm_nt<Kernel>(
-          worker.gemm, task.cols, task.rows, step.x_form(expert), outputs,
+          worker.gemm, task.cols, task.rows, step.form(expert), outputs,
           [&](const std::array<gemm::TokenBlock, 2>& blocks) { finish_gate_up_block(step, task, blocks, h); });
     });
     if (!unfinished[task.group].finish() || lora.down.rank() == 0) return;
@@ -152,7 +152,7 @@ void forward_gate_up(Step<Kernel>& step) {
           {{lora.down.scaling, operand_of<Kernel>(u_down, lora.down.rank(), expert, task.row),
             rows_of(step.saved.u_down, expert, task.row),
             work.routing.weight_of_row() + expert.row_begin + task.row}}};
-      lora::project<Kernel>(worker.gemm, lora.down.a[e], task.rows, step.h_form(expert), read_only(h), target);
+      lora::project<Kernel>(worker.gemm, lora.down.a[e], task.rows, step.form(expert), read_only(h), target);
     });
   });
 }
@@ -180,7 +180,7 @@ void forward_down(Step<Kernel>& step) {
       const std::array<std::span<const gemm::Term<E>>, 1> outputs{{terms}};
       const float* weights = work.routing.weight_of_row() + expert.row_begin + task.row;
       const MatrixView<float> rows = rows_of(out, expert, task.row);
-      gemm::gemm_nt<Kernel>(worker.gemm, task.cols, task.rows, step.h_form(expert), outputs,
+      gemm::gemm_nt<Kernel>(worker.gemm, task.cols, task.rows, step.form(expert), outputs,
                             [&](const std::array<gemm::TokenBlock, 1>& blocks) {
                               const gemm::TokenBlock& d = blocks[0];
                               add_bias(d, step.weights.biases.down, e, task.col + d.out);

@@ -33,11 +33,8 @@ struct Step {
   SavedActivations<Stored> saved;  // of this step; null views in a forward that saves nothing
 
   // How x and h of an expert stand in its products, with LoRA's u beside them.
-  gemm::TokenForm x_form(const ExpertRows& expert) const {
-    return gemm::token_form<Kernel>(expert.rows, hidden);
-  }
-  gemm::TokenForm h_form(const ExpertRows& expert) const {
-    return gemm::token_form<Kernel>(expert.rows, intermediate);
+  static constexpr gemm::TokenForm form(const ExpertRows& expert) {
+    return gemm::token_form<Kernel>(expert.rows);
   }
 
   // What the tasks of a region share out.

@@ -12,11 +12,11 @@ namespace arch {
 
 // 6 rows x 64 columns: 24 accumulators, 4 registers of B, 1 broadcast of the 32 zmm. Each loaded line of B serves 6
 // products, each broadcast 4. Latency times rate is 8 to 12: 12 accumulators would do.
-// gemm_nt has tokens along the lanes; with up to 14 of them, or 16 with short rows of W, that is no faster than dot products
-// of 4 rows x 6 tokens, 24 accumulators, 4 registers of W, 1 of x, for which no lane is left over.
+// gemm_nt has tokens along the lanes; with up to 14 of them that is no faster than dot products of
+// 4 rows x 6 tokens, 24 accumulators, 4 registers of W, 1 of x, for which no lane is left over.
 struct Avx512Bf16Microkernel : StripTiles<Avx512Bf16Microkernel, bf16, 6, 4, 4>,
                                InPlaceSums<avx512::InPlacePairTiles, 12>,
-                               InPlaceDots<avx512::InPlacePairTiles, 16, 4, 6, 14> {
+                               InPlaceDots<avx512::InPlacePairTiles, 14, 4, 6> {
   static_assert(kCols == kStripCols);  // a strip is one block, for what packs it
   using RowsAhead = avx512::RowsAhead;
   using TokenLanes = avx512::TokenLanes;
