@@ -140,7 +140,9 @@ inline constexpr std::array kCases = {
         {"biases_few_rows_wide_ranks", 64, 2, 16, 601, 37, {33, 17, 20}, kDistinct, false, kSilu, false}),
     with_biases({"biases_rows_131", 131, 1, 1, 33, 48, {5, 5, 5}}),
     with_biases({"gpt_oss_like", 40, 4, 8, 90, 90, {16, 16, 16}, kDistinct, true, kClamped}),
-    // As few tokens as are multiplied in place with short rows of a weight, and not with long ones: of gate and up, of down.
+    // As many tokens as some kernels still have dot products for, and as few as they have panels for, of long rows; LoRA's
+    // second term with few steps and with many.
+    Case{"rows_14_long_gate_up", 14, 1, 1, 2801, 70, {7, 0, 66}},
     Case{"rows_15_long_gate_up", 15, 1, 1, 2801, 70, {7, 0, 66}},
     Case{"rows_15_long_down", 15, 1, 1, 70, 2801, {66, 7, 5}},
     // The last task of gemm_nt has 6 tokens, as few as an expert would have read in place.

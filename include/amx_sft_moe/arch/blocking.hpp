@@ -33,8 +33,8 @@ inline constexpr index_t kRowsOfDeepStrips = 48;
 // (benchmarks/LOG.md, "Pages translated together").
 inline constexpr index_t kStepsTranslated = 1024;
 // From here on a strip of bf16 is made while the one before is multiplied. Products of shallower ones (few tokens of
-// gemm_tn, LoRA's terms) are over before memory that was asked for one strip ahead has come. Nor do shallower products with
-// tokens along the lanes ask for any.
+// gemm_tn, LoRA's terms) are over before memory that was asked for one strip ahead has come. Shallower products with
+// tokens along the lanes go together with the one before them.
 inline constexpr index_t kAheadDepth = 64;
 // How many rows of 64 columns before it is read a row of B is asked for, times rows of A; longer rows, fewer of them. A
 // row's products with 64 columns take rows of A x 0.55 ns at 230 GFLOP/s, so memory has 1.1 us, three times what it takes

@@ -43,7 +43,7 @@ struct InPlaceSteps {
 };
 
 // Products of gemm_nn and gemm_tn. Tiles has, with its own target attribute, for 1 <= R <= MostRows and 1 <= D <= 4 (steps
-// and C by value: what a store to C might change would be loaded again), with A of its type Element:
+// and C by value, so that these may stay in registers), with A of its type Element:
 //   template <std::size_t R, std::size_t D, class S>
 //   static void add_steps(InPlaceSteps<Element, R, D, S> steps, index_t cols, SumRows c, LeadingPrefetch* ahead);
 // which has ahead->turn(), unless that is null, for every kTurnColumns columns, or most of the last. With a kDeepest, also

@@ -56,8 +56,8 @@
 #define AMX_SFT_MOE_INLINE inline __attribute__((always_inline))
 // A vector whose origin the compiler shall not know: it is neither loaded nor broadcast again.
 #define AMX_SFT_MOE_HIDE_ORIGIN(vector) __asm__("" : "+v"(vector))
-// The same of a pointer, in a loop: rows are addressed by it and their distance, not by a pointer of each, of which there are
-// more than registers.
+// The same of a pointer: what it points to is not kept in registers, nor, in a loop, a pointer of each row that is addressed
+// by it and a distance; of both there may be more than registers.
 #define AMX_SFT_MOE_HIDE_ADDRESS(pointer) __asm__("" : "+r"(pointer))
 
 #if defined(__clang__)

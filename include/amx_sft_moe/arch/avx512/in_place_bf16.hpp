@@ -61,6 +61,8 @@ AMX_SFT_MOE_INLINE AMX_SFT_MOE_TARGET_AVX512_BF16 void add_pairs(
       }
     }
   }
+  // Broadcast from memory for each use: GCC would keep all of them, more than there are registers, and lines of B on the
+  // stack instead.
   const std::int32_t* pairs = &steps.a[0][0];
   AMX_SFT_MOE_HIDE_ADDRESS(pairs);
   AMX_SFT_MOE_UNROLL

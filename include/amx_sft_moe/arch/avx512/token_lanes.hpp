@@ -26,7 +26,7 @@ class LaneSums {
   static constexpr int kTogether = kLanes / std::gcd(Last, kLanes);  // rows of the last panel
   static constexpr int kVectors = kTogether * Last / kLanes;         // for them
   static constexpr int kParts = kWhole == Panels ? 0 : Rows / kTogether * kVectors;
-  static_assert(kWhole > 0 && (kParts == 0 || Rows % kTogether == 0));
+  static_assert(kWhole > 0 && (kWhole == Panels || Rows % kTogether == 0));
 
  public:
   // C, or zeros where it is fresh.
