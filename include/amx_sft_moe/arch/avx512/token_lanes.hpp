@@ -122,8 +122,8 @@ class LaneSums {
     return c.data + row * c.stride + kWhole * kPanelCols + v * kLanes - r * Last;
   }
   // The first Last pairs of a step in each row's lanes.
-  AMX_SFT_MOE_INLINE AMX_SFT_MOE_TARGET_AVX512_BF16 static void load_last(__m512i (&last)[kVectors],
-                                                                          const bf16* b) {
+  AMX_SFT_MOE_INLINE AMX_SFT_MOE_TARGET_AVX512_BF16 static void load_last(
+      __m512i (&last)[std::size_t{kVectors}], const bf16* b) {
     if constexpr (Last == 4) {
       last[0] = _mm512_broadcast_i32x4(_mm_loadu_si128(reinterpret_cast<const __m128i*>(b)));
     } else if constexpr (Last == 8) {
