@@ -134,6 +134,9 @@ class LaneSums {
       last[0] = _mm512_shuffle_i32x4(line, line, _MM_SHUFFLE(0, 2, 1, 0));
       last[1] = _mm512_shuffle_i32x4(line, line, _MM_SHUFFLE(1, 0, 2, 1));
       last[2] = _mm512_shuffle_i32x4(line, line, _MM_SHUFFLE(2, 1, 0, 2));
+#if defined(__clang__) && __clang_major__ < 19  // clang 16 crashes where it sees a shuffle turn into bf16
+      for (__m512i& pairs : last) AMX_SFT_MOE_HIDE_ORIGIN(pairs);
+#endif
     }
   }
 
