@@ -12,6 +12,9 @@ Before and after the turns the machine's limits are measured, the highest peak o
 bandwidth, the better of two. A step's limit is max(useful FLOP / peak, bytes of active weights / bandwidth) of
 its two passes. `--routing zipf`: the e-th expert is chosen with odds 1 / e.
 
+Weights lie in the pages that torch's allocator gets, mostly of 4 KiB, with THP_MEM_ALLOC_ENABLE=1 in front of
+the command in huge ones; the table says in which. kt-kernel has copies in memory of its own.
+
 `ours-KERNEL` picks a kernel. Like kt-kernel, `ours` writes gradients into the same tensors in every step
 (`out=`); `ours-fresh` allocates them anew, as torch does: at few tokens the page faults of 34 MB of gradients
 for 128 experts show. kt-kernel is optional: `pip install --no-deps kt-kernel==0.7.2`; a peer that is not
@@ -24,10 +27,12 @@ import argparse
 import copy
 import importlib.util
 import json
+import re
 import statistics
 import sys
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, field
 
 import torch
@@ -103,6 +108,19 @@ class Problem:
     def weight_bytes(self) -> float:
         """Base weights of the experts that have tokens, which a pass reads once."""
         return 2.0 * len(self.ids.unique()) * 3 * self.hidden * self.intermediate
+
+
+def huge_pages_share(tensor: torch.Tensor) -> float:
+    """Of the mapping that holds the tensor, how much is in huge pages; 0 where the system does not say."""
+    size, inside = 0, False
+    with suppress(OSError), open("/proc/self/smaps", encoding="utf-8") as mappings:
+        for line in mappings:
+            if bounds := re.match(r"([0-9a-f]+)-([0-9a-f]+) ", line):
+                begin, end = (int(bound, 16) for bound in bounds.groups())
+                inside, size = begin <= tensor.data_ptr() < end, end - begin
+            elif inside and line.startswith("AnonHugePages:"):
+                return int(line.split()[1]) * 1024 / size
+    return 0.0
 
 
 @dataclass
@@ -339,10 +357,12 @@ def main() -> None:
     limit_ms = limits.step_ms(problem)
     about = {"shape": args.shape, "routing": args.routing, "limit_ms": round(limit_ms, 2)}
     about |= {"peak_gflops": round(limits.peak), "bandwidth": round(limits.bandwidth, 1)}
+    about |= {"huge_pages": round(huge_pages_share(problem.base["gate"]), 2)}
     rows = [row_of(name, times[name], first, problem, limit_ms) | about for name in names]
     print(
         f"{args.shape}, T={args.tokens}, {args.routing} routing, r={RANK}, {args.threads} threads, "
         f"{args.iterations} turns, medians, ms\n"
+        f"weights: {about['huge_pages']:.0%} in huge pages\n"
         f"limit {limit_ms:.2f} ms: {limits.peak:.0f} GFLOP/s, {limits.bandwidth:.1f} GB/s"
     )
     print(f"{'':16}{'forward':>10}{'backward':>10}{'step':>10}{'ratio':>8}{'GFLOP/s':>9}{'of limit':>10}")

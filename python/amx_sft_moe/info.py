@@ -16,6 +16,7 @@ from amx_sft_moe.kernels import ENVIRONMENT, ONEDNN, load_onednn
 from amx_sft_moe.sft_moe import SftMoe
 from amx_sft_moe.system import machine, process, versions
 from amx_sft_moe.system.files import without_home
+from amx_sft_moe.system.process import asks_for_huge_pages
 from amx_sft_moe.system.report import as_text
 
 __all__ = ["as_text", "info"]
@@ -125,6 +126,12 @@ def findings(found: Mapping[str, Any]) -> list[str]:
         result.append(
             "torch multiplies bfloat16 slowly on a CPU without AVX512: keep all but the experts in float32, "
             'load_model(..., dense_dtype="auto")'
+        )
+    pages = found["huge_pages"]["transparent"]
+    if found["packages"]["torch"] and pages == "madvise" and not asks_for_huge_pages(found["environment"]):
+        result.append(
+            "weights that torch allocates lie in pages of 4 KiB: with THP_MEM_ALLOC_ENABLE=1 in front of the "
+            "command they lie in huge ones, and steps of 8 to 512 tokens take 2 to 8 % less time"
         )
     kernels = found["auto_kernel"].items()
     return result + [f"{ENVIRONMENT} names no kernel for {weights}" for weights, k in kernels if _is_none(k)]

@@ -339,6 +339,8 @@ def test_findings() -> None:
         "auto_kernel": {"bfloat16": "avx2", "float32": "avx2"},
         "instruction_sets": {**found["instruction_sets"], "avx512": True},
         "packages": {**found["packages"], "torch": "2.13.0"},
+        "huge_pages": {"transparent": "madvise", "reserved": 0},
+        "environment": {"THP_MEM_ALLOC_ENABLE": "1"},
     }
     assert findings(quiet) == []
     for change, word in (
@@ -347,6 +349,7 @@ def test_findings() -> None:
         ({"threads": {**quiet["threads"], "cgroup_quota": 1.5}}, "2 OpenMP threads on a quota of 1.5 CPUs"),
         ({"amx_permission": "denied: Invalid argument"}, "the operating system refused it"),
         ({"instruction_sets": {**found["instruction_sets"], "avx512": False}}, 'dense_dtype="auto"'),
+        ({"environment": {}}, "lie in pages of 4 KiB: with THP_MEM_ALLOC_ENABLE=1"),
         (
             {"auto_kernel": {"bfloat16": "none: AMX_SFT_MOE_KERNEL: ..."}},
             "AMX_SFT_MOE_KERNEL names no kernel for bfloat16",

@@ -15,9 +15,10 @@ from amx_sft_moe.system.files import ROOT, as_list, read, without_home
 # libgomp.so.1, libgomp-a34b3233.so.1 (of a repaired wheel), libiomp5.so, libomp.so.5, libomp140.so
 _OPENMP = re.compile(r"lib(?:gomp|iomp|omp)\d*(?:-[0-9a-f]+)?\.so[.\d]*$")
 # Own variables, those of the OpenMP libraries, of oneDNN and of libraries with threads of their own, and what
-# changes which library is loaded.
+# changes which library is loaded and in which pages memory lies.
 _VARIABLES = re.compile(
     r"AMX_SFT_MOE_\w+|(?:OMP|KMP|GOMP|MKL|OPENBLAS|DNNL|ONEDNN)_\w+|LD_PRELOAD|LD_LIBRARY_PATH|MALLOC_\w+"
+    r"|GLIBC_TUNABLES|THP_MEM_ALLOC_ENABLE"
 )
 
 
@@ -67,6 +68,13 @@ def openmp_libraries(root: Path = ROOT) -> list[str]:
         if path and _OPENMP.search(path[0]):
             paths[path[0]] = None
     return [without_home(path) for path in paths]
+
+
+def asks_for_huge_pages(variables: Mapping[str, str]) -> bool:
+    """Whether these make torch's or the C library's allocator ask for transparent huge pages."""
+    if variables.get("THP_MEM_ALLOC_ENABLE") == "1":  # torch: c10/util/env, of allocations of 2 MiB and more
+        return True
+    return "glibc.malloc.hugetlb=1" in variables.get("GLIBC_TUNABLES", "").split(":")
 
 
 def environment(variables: Mapping[str, str] | None = None) -> dict[str, str]:
