@@ -38,8 +38,7 @@ inline constexpr index_t kStepsTranslated = 1024;
 inline constexpr index_t kAheadDepth = 64;
 // How many rows of 64 columns before it is read a row of B is asked for, times rows of A; longer rows, fewer of them. A
 // row's products with 64 columns take rows of A x 0.55 ns at 230 GFLOP/s, so memory has 1.1 us, three times what it takes
-// under load. At least so many rows
-// (benchmarks/LOG.md, "Rows asked for later").
+// under load. At least so many rows (benchmarks/LOG.md, "Rows asked for later").
 inline constexpr index_t kLeadProducts = 2048;
 inline constexpr index_t kLeastLead = 8;
 

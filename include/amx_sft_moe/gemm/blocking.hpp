@@ -90,7 +90,7 @@ struct Blocking {
   }
   // Columns of a task of gemm_nn over k steps, [rows, cols] of an expert: what of B, packed, stays in L2; or, where B is
   // used at once or packed in parts, what of C does, unless each of its columns is finished before the next; of
-  // fewer than kRowsOfDeepStrips rows that pass from part to part of K, kMaxStripCols are 385 KiB.
+  // fewer than kRowsOfDeepStrips rows that pass from part to part of K, kMaxStripCols are 382 KiB.
   template <class Kernel>
   index_t nn_cols(index_t k, index_t rows, index_t cols, const Load& load) const {
     if constexpr (!MultipliesStrips<Kernel> && !AddsToC<Kernel>) return resident_cols<Kernel>(k);

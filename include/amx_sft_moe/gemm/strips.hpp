@@ -6,9 +6,9 @@
 //       pack it from rows of B                 gemm_nn, gemm_tn: along K; gemm_nt: columns, which are transposed
 //       C += A's block x strip
 //
-// For gemm_nn blocks of K are outermost, and strips follow along the same rows of B, where these would take longer to read
-// otherwise (MakesRowsAhead), or A is staged a block at a time. Few rows go through both loops for some steps of K before the
-// next (kStepsTranslated).
+// For gemm_nn and gemm_tn blocks of K are outermost, and strips follow along the same rows of B, unless the next strip is made
+// ahead (MakesRowsAhead): others would take longer to read rows of each strip anew. So they are where A has to be staged, a
+// block at a time. Few rows go through both loops for some steps of K before the next (kStepsTranslated).
 //
 // While a strip of rows is multiplied the next is made where the kernel can (arch/strip_ahead.hpp), and the memory of those
 // that follow is on its way. An element of C is one chain of products along K whatever the block sizes: the same bits.

@@ -12,8 +12,8 @@ namespace arch {
 
 // 6 rows x 64 columns: 24 accumulators, 4 registers of B, 1 broadcast of the 32 zmm. Each loaded line of B serves 6
 // products, each broadcast 4. Latency times rate is 8 to 12: 12 accumulators would do.
-// gemm_nt has tokens along the lanes; with up to 14 of them that is mostly no faster than dot
-// products of 4 rows x 6 tokens, 24 accumulators, 4 registers of W, 1 of x, for which no lane is left over.
+// gemm_nt has tokens along the lanes; with up to 14 of them that is mostly no faster than dot products of 4 rows x 6
+// tokens, 24 accumulators, 4 registers of W, 1 of x, for which no lane is left over.
 struct Avx512Bf16Microkernel : StripTiles<Avx512Bf16Microkernel, bf16, 6, 4, 4>,
                                InPlaceSums<avx512::InPlacePairTiles, 12>,
                                InPlaceDots<avx512::InPlacePairTiles, 14, 4, 6> {

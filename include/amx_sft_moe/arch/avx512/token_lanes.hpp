@@ -214,8 +214,8 @@ struct TokenLanes {
   static constexpr int kRowsOfFour = 4;
   static constexpr index_t rows_of(index_t panels) { return panels <= kMostPanels ? kRows : kRowsOfFour; }
 
-  // f(row, rows, panel, panels) for each tile of C: a few rows, which stay in L1 or L2, meet all panels. Tiles are as wide as one
-  // another, the last ones by one panel wider, so that few columns of the last panel go along with others.
+  // f(row, rows, panel, panels) for each tile of C: a few rows, which stay in L1 or L2, meet all panels. Tiles are as wide as
+  // one another, the last ones by one panel wider, so that few columns of the last panel go along with others.
   template <class F>
   static void for_each_tile(index_t rows, index_t panels, F&& f) {
     for_each_part(rows, kRows, [&](index_t first, index_t group) {
