@@ -84,6 +84,9 @@ TEST(AlignedBuffer, IsAsItWasWhenMemoryRunsOut) {
     EXPECT_THROW(buffer.reserve(kHugeFloats), std::bad_alloc);
   }
   EXPECT_THROW(buffer.reserve(std::numeric_limits<index_t>::max()), std::bad_alloc);
+  amx_sft_moe::gemm::Buffer untyped;
+  for (const index_t count : {std::numeric_limits<index_t>::max(), index_t{1} << 61, index_t{3} << 61})
+    EXPECT_THROW(untyped.as<float>(count), std::bad_alloc);
   EXPECT_EQ(buffer.capacity(), 8);
   EXPECT_EQ(buffer[7], 3.0F);
 }

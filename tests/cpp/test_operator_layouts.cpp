@@ -6,6 +6,7 @@
 #include <unistd.h>
 
 #include <cstdio>
+#include <limits>
 
 #include "compare.hpp"
 #include "step.hpp"
@@ -83,6 +84,21 @@ TYPED_TEST(OperatorLayouts, OneRowOfAnyStride) {
   moe.forward_sft(problem.routing(), problem.x(), {got[reference::kY].template data<bf16>(), 1, 37, 0});
   moe.backward(problem.grad_y(), grads);
   expect_same_bits(step_alone<TypeParam>(problem), got);
+}
+
+// The same of weights: gate and up are one row each where I = 1.
+TYPED_TEST(OperatorLayouts, OneRowOfWeightsOfAnyStride) {
+  constexpr index_t kLargest = std::numeric_limits<index_t>::max();
+  for (const int tokens : {5, 40}) {  // in place, and in panels or by strips
+    const Problem problem =
+        random_problem({"one", tokens, 1, 2, 128, 1, {1, 1, 1}}, kPlain, kWeightDType<TypeParam>);
+    auto base = problem.base<typename TypeParam::Weight>();
+    base.gate.row_stride = base.up.row_stride = kLargest;
+    Outputs got(problem);
+    Moe<TypeParam> moe(problem.config(), base, problem.lora());
+    run_step(moe, problem, got);
+    expect_same_bits(step_alone<TypeParam>(problem), got);
+  }
 }
 
 // Gradients of base weights: halves of one fused tensor, rows by turns, rows apart, and transposed ones, each in

@@ -31,7 +31,9 @@ template <class S>
 RowBytes bytes_of(const RowSource<S>& source, index_t rows, index_t cols) {
   constexpr index_t kSize = sizeof(S);
   if (source.row_index != nullptr) return {};
-  return {reinterpret_cast<std::uintptr_t>(source.data), source.row_stride * kSize, rows, cols * kSize};
+  // One row may have any distance from a second that is not there, and its bytes no number.
+  const index_t stride = rows > 1 ? source.row_stride * kSize : 0;
+  return {reinterpret_cast<std::uintptr_t>(source.data), stride, rows, cols * kSize};
 }
 
 // f(address) once for each page of rows [row, row + count): adjacent ones are one run of pages.

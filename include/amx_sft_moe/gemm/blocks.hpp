@@ -74,7 +74,9 @@ class RowGroup {
     const AnyRows a = term.a.from(row, 0);
     const E* direct = a.template direct<E>();
     const index_t begin = in_place(term);
-    segments.add({direct, a.row_stride(), term.b.data, term.b.panel_stride, begin, row_end - row});
+    // One row may have any distance from a second that is not there, and its bytes no number.
+    const index_t a_stride = row_end - row > 1 ? a.row_stride() : term.k;
+    segments.add({direct, a_stride, term.b.data, term.b.panel_stride, begin, row_end - row});
     if (begin == term.k) return;
     const index_t tail = term.k - begin;
     const index_t padded = round_up(tail, k_tile_);

@@ -2,6 +2,9 @@
 // largest task needs and stays.
 #pragma once
 
+#include <limits>
+#include <new>
+
 #include "amx_sft_moe/core/aligned_buffer.hpp"
 #include "amx_sft_moe/core/kernel_state.hpp"
 #include "amx_sft_moe/core/views.hpp"
@@ -12,10 +15,12 @@ namespace gemm {
 // Untyped, so that layers with kernels of different element types can share a workspace.
 class Buffer {
  public:
-  // At least `count` elements; what was there before is lost when the buffer has to grow.
+  // At least `count` elements; what was there before is lost when the buffer has to grow. std::bad_alloc: it is as it was.
   template <class T>
   T* as(index_t count) {
-    bytes_.reserve(count * static_cast<index_t>(sizeof(T)));
+    constexpr index_t kSize = sizeof(T);
+    if (count > std::numeric_limits<index_t>::max() / kSize) throw std::bad_alloc();
+    bytes_.reserve(count * kSize);
     return reinterpret_cast<T*>(bytes_.data());
   }
   index_t bytes() const { return bytes_.bytes(); }

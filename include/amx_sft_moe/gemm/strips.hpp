@@ -85,7 +85,8 @@ arch::BytesAhead strips_ahead(const arch::RowSource<S>& source, const StripWalk<
   if (next.depth == 0) return {};
   const auto [count, length] = rows_of_b ? std::pair(next.depth, next.cols) : std::pair(next.cols, next.depth);
   const std::uintptr_t later = walk.later().depth == 0 ? 0 : place_of(walk.later());
-  return {place_of(next), later, source.row_stride * kSize, count, length * kSize};
+  const index_t stride = count > 1 ? source.row_stride * kSize : 0;  // of one row any, and its bytes no number
+  return {place_of(next), later, stride, count, length * kSize};
 }
 
 // What makes a strip from rows of S while another is multiplied: of bf16 from bf16, where the kernel has it, else void.
