@@ -12,8 +12,8 @@ Before and after the turns the machine's limits are measured, the highest peak o
 bandwidth, the better of two. A step's limit is max(useful FLOP / peak, bytes of active weights / bandwidth) of
 its two passes. `--routing zipf`: the e-th expert is chosen with odds 1 / e.
 
-Weights lie in the pages that torch's allocator gets, mostly of 4 KiB, with THP_MEM_ALLOC_ENABLE=1 in front of
-the command in huge ones; the table says in which. kt-kernel has copies in memory of its own.
+Weights lie in the pages that torch's allocator gets: huge ones with THP_MEM_ALLOC_ENABLE=1 in front of the
+command, or where the system always gives such; the table says in which. kt-kernel has copies in its own memory.
 
 `ours-KERNEL` picks a kernel. Like kt-kernel, `ours` writes gradients into the same tensors in every step
 (`out=`); `ours-fresh` allocates them anew, as torch does: at few tokens the page faults of 34 MB of gradients

@@ -89,9 +89,9 @@ TYPED_TEST(OperatorLayouts, OneRowOfAnyStride) {
 // The same of weights: gate and up are one row each where I = 1.
 TYPED_TEST(OperatorLayouts, OneRowOfWeightsOfAnyStride) {
   constexpr index_t kLargest = std::numeric_limits<index_t>::max();
-  for (const int tokens : {5, 40}) {  // in place, and in panels or by strips
+  for (const int tokens : {5, 40}) {  // in place, and in panels or by strips, of which there is a next one
     const Problem problem =
-        random_problem({"one", tokens, 1, 2, 128, 1, {1, 1, 1}}, kPlain, kWeightDType<TypeParam>);
+        random_problem({"one", tokens, 1, 2, 600, 1, {1, 1, 1}}, kPlain, kWeightDType<TypeParam>);
     auto base = problem.base<typename TypeParam::Weight>();
     base.gate.row_stride = base.up.row_stride = kLargest;
     Outputs got(problem);

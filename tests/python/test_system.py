@@ -176,6 +176,8 @@ def test_environment_has_no_secrets(monkeypatch: pytest.MonkeyPatch) -> None:
         "LD_PRELOAD": "/home/bob/lib/a.so:/usr/lib/libiomp5.so",
         "KMP_AFFINITY": "compact",
         "OMP_NUM_THREADS": "4",
+        "GLIBC_TUNABLES": "glibc.malloc.hugetlb=1",
+        "THP_MEM_ALLOC_ENABLE": "1",
         "HF_TOKEN": "secret",
         "USER": "ada",
         "HOME": "/srv/people/ada",
@@ -183,9 +185,11 @@ def test_environment_has_no_secrets(monkeypatch: pytest.MonkeyPatch) -> None:
     }
     assert process.environment(given) == {
         "AMX_SFT_MOE_TRACE": "~/trace.json",
+        "GLIBC_TUNABLES": "glibc.malloc.hugetlb=1",
         "KMP_AFFINITY": "compact",
         "LD_PRELOAD": "~/lib/a.so:/usr/lib/libiomp5.so",
         "OMP_NUM_THREADS": "4",
+        "THP_MEM_ALLOC_ENABLE": "1",
     }
     assert files.without_home("/srv/people/adam/x") == "/srv/people/adam/x"
 
@@ -343,6 +347,10 @@ def test_findings() -> None:
         "environment": {"THP_MEM_ALLOC_ENABLE": "1"},
     }
     assert findings(quiet) == []
+    assert findings({**quiet, "environment": {"GLIBC_TUNABLES": "glibc.a=2:glibc.malloc.hugetlb=1"}}) == []
+    for setting in ("always", "never", "not supported"):  # no variable changes it there
+        pages = {"transparent": setting, "reserved": 0}
+        assert findings({**quiet, "environment": {}, "huge_pages": pages}) == []
     for change, word in (
         ({"openmp_libraries": ["/a/libgomp.so.1", "/b/libiomp5.so"]}, "2 OpenMP libraries are loaded"),
         ({"threads": {**quiet["threads"], "openmp": 8}}, "8 OpenMP threads on the 2 CPUs"),

@@ -72,7 +72,7 @@ def openmp_libraries(root: Path = ROOT) -> list[str]:
 
 def asks_for_huge_pages(variables: Mapping[str, str]) -> bool:
     """Whether these make torch's or the C library's allocator ask for transparent huge pages."""
-    if variables.get("THP_MEM_ALLOC_ENABLE") == "1":  # torch: c10/util/env, of allocations of 2 MiB and more
+    if variables.get("THP_MEM_ALLOC_ENABLE") == "1":  # torch: c10/core/impl/alloc_cpu.cpp
         return True
     return "glibc.malloc.hugetlb=1" in variables.get("GLIBC_TUNABLES", "").split(":")
 
