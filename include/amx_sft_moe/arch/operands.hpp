@@ -58,6 +58,20 @@ struct BlockTarget {
   const float* col_scale = nullptr;  // times C's column j, where not null
 };
 
+// Rows of a caller's to which register tiles of C go at once, whole: element [i, j] to data[i * row_stride + j].
+template <class T>
+struct FinishedRows {
+  T* data = nullptr;
+  index_t row_stride = 0;
+  bool accumulate = false;   // add to what is there
+  float scale = 1.0F;        // times C
+  bool past_caches = false;  // of whole lines: these are neither read first nor kept
+
+  FinishedRows from(index_t row, index_t col) const {
+    return {data + row * row_stride + col, row_stride, accumulate, scale, past_caches};
+  }
+};
+
 // One contraction of several that end in the same accumulators: C += A[M, k] x B[k, N].
 template <class E>
 struct Segment {

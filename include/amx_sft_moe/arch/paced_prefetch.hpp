@@ -45,6 +45,11 @@ constexpr index_t line_pairs(index_t bytes) {
   return ceil_div(bytes, kLinePairBytes);
 }
 
+// Nothing is asked for.
+struct NothingAhead {
+  AMX_SFT_MOE_INLINE void turn() {}
+};
+
 // Asks for rows evenly over the turns of a product, each of some steps along K. A burst would fill the line fill buffers,
 // and the product's own loads would wait for one: so not rows, but pairs of cache lines, which hardware fetches together
 // anyway. Rows: any() whether one is left, ask(offset) for the line there of the one at hand, next().

@@ -7,10 +7,12 @@
 // next is made (arch/strip_ahead.hpp), or its memory asked for (PacedPrefetch).
 #pragma once
 
+#include <cstdint>
 #include <type_traits>
 #include <utility>
 
 #include "amx_sft_moe/arch/blocking.hpp"
+#include "amx_sft_moe/arch/intrinsics.hpp"
 #include "amx_sft_moe/arch/operands.hpp"
 #include "amx_sft_moe/arch/paced_prefetch.hpp"
 
@@ -21,7 +23,10 @@ namespace arch {
 //   template <int R, int P, class Ahead>
 //   static void tile(const E* a, index_t a_stride, const E* strip, index_t steps, const SumRows& c, Ahead& ahead);
 // which adds to C [R, 16 P] the products of `steps` pairings (arch/operands.hpp) along K, and before every StepsATurn
-// of them, or the rest, has ahead.turn(), neither more often nor less: what Ahead makes is whole after that many turns.
+// of them, or the rest, has ahead.turn(), neither more often nor less: what Ahead makes is whole after that many turns; and
+//   template <int R, class T>
+//   static void finished_tile(const E* a, index_t a_stride, const E* strip, index_t steps, const FinishedRows<T>& to);
+// whose products, of all Panels, go to rows of T from registers, with the same bits as by way of C.
 template <class Micro, class E, int Rows, int Panels, index_t StepsATurn>
 struct StripTiles {
   using Element = E;
@@ -48,7 +53,39 @@ struct StripTiles {
     }
   }
 
+  // `to` [rows, cols] = A [rows, k] x strips that lie one behind the other; cols a multiple of kCols. Few rows meet all
+  // strips before the next: rows of `to` are written whole.
+  template <class T>
+  static void finish(const E* a, index_t a_stride, index_t rows, const E* strips, index_t k, index_t cols,
+                     const FinishedRows<T>& to) {
+    for_each_part(rows, Rows, [&](index_t i, index_t height) {
+      const auto tile = finished_tile_of<T>(height);
+      for (index_t j = 0; j < cols; j += kCols) {
+        tile(a + i * a_stride, a_stride, strips + j * k, k / kKUnit, to.from(i, j));
+      }
+    });
+    if (to.past_caches) _mm_sfence();  // such stores are not in order with those that tell that a task is done
+  }
+
+  // Whether tiles that go to rows of T there are whole cache lines.
+  template <class T>
+  static bool whole_lines(const T* data, index_t row_stride) {
+    constexpr index_t kSize = sizeof(T);
+    return kCols * kSize % kLineBytes == 0 && row_stride * kSize % kLineBytes == 0 &&
+           reinterpret_cast<std::uintptr_t>(data) % kLineBytes == 0;
+  }
+
  private:
+  template <class T>
+  using FinishedTile = void (*)(const E*, index_t, const E*, index_t, const FinishedRows<T>&);
+  template <class T>
+  static FinishedTile<T> finished_tile_of(index_t rows) {
+    return []<int... N>(index_t n, std::integer_sequence<int, N...>) {
+      constexpr FinishedTile<T> kTiles[] = {&Micro::template finished_tile<N + 1, T>...};
+      return kTiles[n];
+    }(rows - 1, std::make_integer_sequence<int, Rows>{});
+  }
+
   template <class Ahead>
   using Tile = void (*)(const E*, index_t, const E*, index_t, const SumRows&, Ahead&);
   template <class Ahead>

@@ -56,14 +56,14 @@ struct Blocking {
   // Gradients of base weights, gemm_tn at full width. Rows of a gradient that share a task's packed x or h: packing
   // them costs a thousandth of an element a multiply-add, and a gradient still makes tens of tasks.
   static constexpr index_t kGradRowsPerTask = 512;
-  // Rows of one product: as tall as those of gemm_nn, so that A^T and C stay in L2. Strips of few tokens mostly write the
-  // gradient, and do it in whole rows: C wide and flat (kMaxStripCols; benchmarks/LOG.md, "Gradients of base weights").
-  // So do strips of any number of tokens that are made ahead, which finish one column of C before the next. Else, of more
-  // tokens A^T, transposed anew for each range of columns, asks for some width, and strips for height.
+  // Rows of one product: as tall as those of gemm_nn, so that A^T and C stay in L2. Finished in registers
+  // (gemm/finished_strips.hpp), of which there is no C: rows of A^T that are transposed before they are used.
   static constexpr index_t kGradRows = 256;
-  static constexpr index_t kFlatGradRows = 128;
-  static constexpr index_t kFlatGradTokens = 128;
-  static constexpr index_t kGradStripCols = 512;
+  static constexpr index_t kFinishedRows = 128;
+  // Columns of a task with tiles: few tokens mostly write the gradient, and do it in whole rows (kMaxStripCols;
+  // benchmarks/LOG.md, "AMX, natively").
+  static constexpr index_t kWideGradTokens = 128;
+  static constexpr index_t kGradTileCols = 512;
   // Tokens that one product contracts. An expert with more sums its products in fp32, so that a task's memory has a
   // bound; the sum passes through the cache once in 512 multiply-adds. Part of the order of summation.
   static constexpr index_t kGradTokens = 512;
@@ -105,18 +105,20 @@ struct Blocking {
     if (narrow) return resident_cols<Kernel>(tokens);
     return shared(kMaxStripCols, kMaxCols, {tokens, tokens, cols}, load);
   }
-  // Rows of one product of a base weight's gradient from so many tokens.
-  template <class Kernel>
-  static constexpr index_t grad_rows(index_t tokens) {
-    return MultipliesStrips<Kernel> && flat_grad<Kernel>(tokens) ? kFlatGradRows : kGradRows;
-  }
-  // Columns of the tasks of such gradients, [rows, cols] of each expert.
+  // Columns of the tasks of base weights' gradients, [rows, cols] of each expert, from so many tokens: as wide as strips of
+  // these stay in L2, and each thread has tasks to choose from.
   template <class Kernel>
   index_t grad_cols(index_t tokens, index_t rows, index_t cols, const Load& load) const {
     if constexpr (!MultipliesStrips<Kernel> && !AddsToC<Kernel>) return resident_cols<Kernel>(tokens);
+    constexpr index_t kElement = sizeof(typename Kernel::Compute);
     const index_t tall = load.experts * ceil_div(rows, kGradRowsPerTask);
-    index_t wide = flat_grad<Kernel>(tokens) ? kMaxStripCols : kGradStripCols;
-    while (wide > kMaxCols && tall * ceil_div(cols, wide) < kTasksPerThread * index_t{load.threads}) wide /= 2;
+    const auto fits = [&](index_t wide) {
+      const bool cached = MultipliesStrips<Kernel> ? wide * tokens * kElement <= panel_bytes
+                                                   : wide <= kGradTileCols || tokens <= kWideGradTokens;
+      return cached && tall * ceil_div(cols, wide) >= kTasksPerThread * index_t{load.threads};
+    };
+    index_t wide = kMaxStripCols;
+    while (wide > kMaxCols && !fits(wide)) wide /= 2;
     return wide;
   }
   // Tokens of each task of gemm_nt where an expert has `tokens`: their x, of strips as much of it as one meets, stays in
@@ -141,11 +143,6 @@ struct Blocking {
   }
 
  private:
-  template <class Kernel>
-  static constexpr bool flat_grad(index_t tokens) {
-    return MakesRowsAhead<Kernel> || tokens <= kFlatGradTokens;
-  }
-
   template <class Kernel>
   static constexpr bool whole_rows(index_t k, index_t rows) {
     if constexpr (SumsInPlace<Kernel>) return k >= kManyRows && Kernel::Microkernel::in_place(k, rows);

@@ -247,31 +247,24 @@ void gemm_nn(ThreadContext<Kernel>& thread, index_t rows, index_t cols, const st
   }
 }
 
-// B [tokens, cols] of gemm_tn: packed once for several factors, or read where it lies, `depth` rows of it.
+// B [tokens, cols] of gemm_tn: packed once for several factors, or read where it lies.
 template <class Kernel>
 struct TokenRows {
   Panels<const typename Kernel::Compute> panels;
   AnyRows rows;
-  index_t tokens = 0, depth = 0, k_tile = 1, cols = 0;
+  index_t tokens = 0, k_tile = 1, cols = 0;
 };
 
-// Of an odd number of tokens strips are made ahead only where a row of zeros follows: rows [tokens, depth) are such, up
-// to the kernel's unit of K.
 template <class Kernel>
-TokenRows<Kernel> pack_tokens(ThreadContext<Kernel>& thread, const AnyRows& b, index_t tokens, index_t depth,
-                              index_t cols) {
+TokenRows<Kernel> pack_tokens(ThreadContext<Kernel>& thread, const AnyRows& b, index_t tokens, index_t cols) {
   if constexpr (MultipliesStrips<Kernel>) {
-    return {{}, b, tokens, depth, Kernel::Microkernel::kKUnit, cols};
+    return {{}, b, tokens, Kernel::Microkernel::kKUnit, cols};
   } else {
     using E = typename Kernel::Compute;
     const index_t k_tile = Kernel::Microkernel::fitted_k_tile(tokens);
     E* to = thread.scratch.b_panels.template as<E>(round_up(tokens, k_tile) * round_up(cols, arch::kPanelCols));
-    return {pack_rows<Kernel>(b, tokens, k_tile, cols, to), {}, tokens, depth, k_tile, cols};
+    return {pack_rows<Kernel>(b, tokens, k_tile, cols, to), {}, tokens, k_tile, cols};
   }
-}
-template <class Kernel>
-TokenRows<Kernel> pack_tokens(ThreadContext<Kernel>& thread, const AnyRows& b, index_t tokens, index_t cols) {
-  return pack_tokens<Kernel>(thread, b, tokens, tokens, cols);
 }
 
 // Whether gemm_tn with so many rows finishes C block by block, from B where it lies. What has to be rounded is rounded once
@@ -337,7 +330,7 @@ void gemm_tn(ThreadContext<Kernel>& thread, index_t rows, const std::array<Facto
   }
   if constexpr (MultipliesStrips<Kernel>) {
     std::array<NnTerm, Factors> terms;
-    for (std::size_t f = 0; f < Factors; ++f) terms[f] = {transposed[f], b.rows, b.depth};
+    for (std::size_t f = 0; f < Factors; ++f) terms[f] = {transposed[f], b.rows, b.tokens};
     epilogue(product_of_strips(thread, rows, b.cols, terms));
   } else {
     std::array<Term<E>, Factors> terms;

@@ -94,14 +94,14 @@ void backward_down_grad_a(Step<Kernel>& step, const BackwardRows<Kernel>& rows, 
                           const Task& task, const Gradients& grads) {
   const ExpertRows& expert = *task.expert;
   const gemm::Factor factor{rows_of(rows.weighted_v, expert, 0), nullptr};
-  const auto h = [&](index_t row, index_t count) {
-    return activation_columns(step, worker, expert, row, count, task.col, task.cols);
-  };
   Task whole = task;  // all rows of the factor's gradient
   whole.row = 0;
   whole.rows = step.lora.down.rank();
-  weight_gradient<Kernel>(worker, whole, factor, h, grads.lora.down_a[expert.expert],
-                          {grads.accumulate, grads.scale});
+  const lora::GradientMode mode{grads.accumulate, grads.scale};
+  in_chunks(worker, whole, grads.lora.down_a[expert.expert], mode, [&](const GradientChunk& chunk) {
+    const auto h = activation_columns(step, worker, expert, chunk.first, chunk.count, task.col, task.cols);
+    multiply_chunk(worker, whole, factor, h, chunk);
+  });
 }
 
 // grad_Bd = p^T (w u_d), a block of rows, and the bias' p^T w: the weight goes to the small factor.

@@ -14,6 +14,7 @@
 
 #include <algorithm>
 
+#include "amx_sft_moe/gemm/finished_strips.hpp"
 #include "amx_sft_moe/moe/backward_rows.hpp"
 #include "amx_sft_moe/moe/gradients.hpp"
 #include "amx_sft_moe/moe/step.hpp"
@@ -40,30 +41,15 @@ void add_weight_tasks(Step<Kernel>& step, int kind, const ExpertRows& expert, in
   }
 }
 
-// Columns of an expert's x or h that a gradient is made from: rows [0, depth), zeros behind the expert's.
-struct GradientInput {
-  gemm::AnyRows rows;
-  index_t depth;
-};
-
-// Room for [rows, cols] in the scratch, until the next call, and with strips for rows of zeros up to their unit of K.
-template <class Kernel, class E>
-MatrixView<E> adjacent_rows(Worker<Kernel>& worker, index_t rows, index_t cols) {
-  const index_t depth = gemm::MultipliesStrips<Kernel> ? round_up(rows, Kernel::Microkernel::kKUnit) : rows;
-  MatrixView<E> adjacent{nullptr, depth, cols, spread_row_stride<E>(cols)};
-  adjacent.data = worker.gemm.scratch.rows.template as<E>(depth * adjacent.row_stride);
-  for (index_t i = rows; i < depth; ++i) std::fill_n(adjacent.row(i), cols, from_float<E>(0.0F));
-  return adjacent;
-}
-
 // Columns [col, col + cols) of h = act(g, u) for rows [row, row + rows) of an expert, made again: h was not kept.
 template <class Kernel>
-GradientInput activation_columns(Step<Kernel>& step, Worker<Kernel>& worker, const ExpertRows& expert,
+gemm::AnyRows activation_columns(Step<Kernel>& step, Worker<Kernel>& worker, const ExpertRows& expert,
                                  index_t row, index_t rows, index_t col, index_t cols) {
   using Stored = typename Kernel::Stored;
   const MatrixView<Stored> gate = rows_of(step.saved.gate, expert, row);
   const MatrixView<Stored> up = rows_of(step.saved.up, expert, row);
-  const MatrixView<Stored> h = adjacent_rows<Kernel, Stored>(worker, rows, cols);
+  MatrixView<Stored> h{nullptr, rows, cols, spread_row_stride<Stored>(cols)};
+  h.data = worker.gemm.scratch.rows.template as<Stored>(rows * h.row_stride);
   std::visit(
       [&](const auto& activation) {
         for (index_t i = 0; i < rows; ++i) {
@@ -71,57 +57,93 @@ GradientInput activation_columns(Step<Kernel>& step, Worker<Kernel>& worker, con
         }
       },
       step.activation);
-  return {h, h.rows};
+  return h;
 }
 
-// [rows, cols] of x, gathered. Where strips are made ahead of their products they are copied first: what comes next is not
-// where the tokens of an expert lie, but behind what is here.
+// Rows [first, first + count) of an expert, and where what they give goes: to the task's rectangle of the gradient, or of all
+// sums of its chunks, which are read again.
+struct GradientChunk {
+  index_t first, count;
+  AnyMatrix to;
+  index_t row, col;  // of `to`
+  lora::GradientMode mode;
+  bool summed;
+};
+
+// Calls product(GradientChunk) for all of the expert's rows; the rectangle of `grad` is the sum of what these give.
+template <class Kernel, class Product>
+void in_chunks(Worker<Kernel>& worker, const Task& task, const AnyMatrix& grad, const lora::GradientMode& mode,
+               Product&& product) {
+  constexpr index_t kChunk = gemm::Blocking::kGradTokens;
+  const index_t tokens = task.expert->rows;
+  if (tokens <= kChunk) return product(GradientChunk{0, tokens, grad, task.row, task.col, mode, false});
+  const index_t stride = spread_row_stride<float>(task.cols);
+  float* sum = worker.gemm.scratch.sums.template as<float>(task.rows * stride);
+  const AnyMatrix sums{sum, task.rows, task.cols, stride};
+  for (index_t first = 0; first < tokens; first += kChunk) {
+    const index_t count = std::min(kChunk, tokens - first);
+    product(GradientChunk{first, count, sums, 0, 0, {first > 0, 1.0F}, true});
+  }
+  const gemm::Block whole{task.row, task.rows, 0, task.cols, sum, stride};
+  lora::store_gradient<Kernel>(whole, grad, false, task.col, mode);
+}
+
+// Rows [row, row + count) of a task's factor, for the chunk.
+inline gemm::Factor factor_of(const gemm::Factor& factor, const GradientChunk& chunk, index_t row) {
+  return {factor.rows.from(chunk.first, row),
+          factor.weights == nullptr ? nullptr : factor.weights + chunk.first};
+}
+
+// The chunk's products of the task's rectangle with its columns of x or h, by gemm_tn.
 template <class Kernel>
-GradientInput adjacent_columns(Worker<Kernel>& worker, const gemm::AnyRows& x, index_t rows, index_t cols) {
-  using E = typename Kernel::Compute;
-  if (!gemm::MakesRowsAhead<Kernel> || rows < arch::kAheadDepth) return {x, rows};
-  const MatrixView<E> adjacent = adjacent_rows<Kernel, E>(worker, rows, cols);
-  x.visit([&](const auto& source) {
-    Kernel::Rows::template stage<E>(source, rows, cols, cols, adjacent.data, adjacent.row_stride);
-  });
-  return {adjacent, adjacent.rows};
+void multiply_chunk(Worker<Kernel>& worker, const Task& task, const gemm::Factor& factor,
+                    const gemm::AnyRows& columns, const GradientChunk& chunk) {
+  const auto tokens = gemm::pack_tokens<Kernel>(worker.gemm, columns, chunk.count, task.cols);
+  for (index_t row = 0; row < task.rows; row += gemm::Blocking::kGradRows) {
+    const std::array<gemm::Factor, 1> factors{factor_of(factor, chunk, task.row + row)};
+    const index_t rows = std::min(gemm::Blocking::kGradRows, task.rows - row);
+    gemm::gemm_tn<Kernel>(worker.gemm, rows, factors, tokens, [&](gemm::Block block) {
+      block.row += chunk.row + row;
+      lora::store_gradient<Kernel>(block, chunk.to, false, chunk.col, chunk.mode);
+    });
+  }
 }
 
-// The task's rectangle of `grad` = factor^T x input; input(row, rows) gives the columns [task.col, task.col +
+// The same finished in registers.
+template <gemm::MultipliesStrips Kernel>
+void finish_chunk(Worker<Kernel>& worker, const Task& task, const gemm::Factor& factor,
+                  const gemm::AnyRows& columns, const GradientChunk& chunk) {
+  gemm::Scratch& scratch = worker.gemm.scratch;
+  const auto tokens = gemm::strips_of_tokens<Kernel>(scratch, columns, chunk.count, task.cols);
+  chunk.to.visit([&](auto* data) {
+    using T = std::remove_pointer_t<decltype(data)>;
+    const index_t row_stride = chunk.to.row_stride(), col_stride = chunk.to.col_stride();
+    for (index_t row = 0; row < task.rows; row += gemm::Blocking::kFinishedRows) {
+      const arch::BlockTarget<T> to{data + (chunk.row + row) * row_stride + chunk.col * col_stride,
+                                    row_stride,
+                                    col_stride,
+                                    chunk.mode.accumulate,
+                                    chunk.mode.scale,
+                                    nullptr};
+      gemm::gemm_tn_finished<Kernel>(scratch, std::min(gemm::Blocking::kFinishedRows, task.rows - row),
+                                     factor_of(factor, chunk, task.row + row), tokens, chunk.summed, to);
+    }
+  });
+}
+
+// The task's rectangle of a base weight's gradient = factor^T x input; input(row, rows) gives the columns [task.col, task.col +
 // task.cols) of these of the expert's rows.
 template <class Kernel, class Input>
 void weight_gradient(Worker<Kernel>& worker, const Task& task, const gemm::Factor& factor, Input&& input,
                      const AnyMatrix& grad, const lora::GradientMode& mode) {
-  constexpr index_t kChunk = gemm::Blocking::kGradTokens;
-  const index_t tokens = task.expert->rows;
-  const bool in_chunks = tokens > kChunk;
-  const index_t row_step = gemm::Blocking::grad_rows<Kernel>(std::min(tokens, kChunk));
-  AnyMatrix sums;
-  const index_t stride = spread_row_stride<float>(task.cols);
-  float* sum = nullptr;
-  if (in_chunks) {
-    sum = worker.gemm.scratch.sums.template as<float>(task.rows * stride);
-    sums = {sum, task.rows, task.cols, stride};
-  }
-  for (index_t first = 0; first < tokens; first += kChunk) {
-    const index_t here = std::min(kChunk, tokens - first);
-    const GradientInput columns = input(first, here);
-    const auto panels = gemm::pack_tokens<Kernel>(worker.gemm, columns.rows, here, columns.depth, task.cols);
-    for (index_t row = 0; row < task.rows; row += row_step) {
-      const index_t rows = std::min(row_step, task.rows - row);
-      const float* weights = factor.weights == nullptr ? nullptr : factor.weights + first;
-      const std::array<gemm::Factor, 1> factors{{{factor.rows.from(first, task.row + row), weights}}};
-      gemm::gemm_tn<Kernel>(worker.gemm, rows, factors, panels, [&](gemm::Block block) {
-        block.row += row;
-        if (in_chunks) return lora::store_gradient<Kernel>(block, sums, false, 0, {first > 0, 1.0F});
-        block.row += task.row;
-        lora::store_gradient<Kernel>(block, grad, false, task.col, mode);
-      });
+  in_chunks(worker, task, grad, mode, [&](const GradientChunk& chunk) {
+    const gemm::AnyRows columns = input(chunk.first, chunk.count);
+    if constexpr (gemm::MultipliesStrips<Kernel>) {
+      finish_chunk(worker, task, factor, columns, chunk);
+    } else {
+      multiply_chunk(worker, task, factor, columns, chunk);
     }
-  }
-  if (!in_chunks) return;
-  const gemm::Block whole{task.row, task.rows, 0, task.cols, sum, stride};
-  lora::store_gradient<Kernel>(whole, grad, false, task.col, mode);
+  });
 }
 
 // A rectangle of grad_Wd = (w p)^T h.
@@ -144,9 +166,7 @@ void backward_gate_up_weight(Step<Kernel>& step, Worker<Kernel>& worker, const T
                              const AnyExpertTensor& grad_weight, const Gradients& grads) {
   const ExpertRows& expert = *task.expert;
   const auto inputs = gemm::AnyRows(x).gathered(step.work.routing.token_of_row() + expert.row_begin);
-  const auto columns = [&](index_t row, index_t count) {
-    return adjacent_columns(worker, inputs.from(row, task.col), count, task.cols);
-  };
+  const auto columns = [&](index_t row, index_t) { return inputs.from(row, task.col); };
   weight_gradient<Kernel>(worker, task, {rows_of(grad, expert, 0), nullptr}, columns,
                           grad_weight[expert.expert], {grads.accumulate, grads.scale});
 }

@@ -1,6 +1,7 @@
 // The fp32 microkernel of AVX2: broadcast an element of A's row, fused multiply-add with a strip.
 #pragma once
 
+#include "amx_sft_moe/arch/avx2/finish.hpp"
 #include "amx_sft_moe/arch/avx2/in_place.hpp"
 #include "amx_sft_moe/arch/avx2/pack_strip.hpp"
 
@@ -35,13 +36,7 @@ struct Avx2Microkernel : StripTiles<Avx2Microkernel, float, 6, 1, 16>,
       sum[r][0] = avx2::load_sums(c.data + r * c.stride, there);
       sum[r][1] = avx2::load_sums(c.data + r * c.stride + 8, there);
     }
-    for (; steps >= kStepsATurn; steps -= kStepsATurn, a += kStepsATurn) {
-      ahead.turn();
-      AMX_SFT_MOE_UNROLL_4
-      for (index_t k = 0; k < kStepsATurn; ++k, strip += kCols) step(a + k, a_stride, strip, sum);
-    }
-    if (steps > 0) ahead.turn();
-    for (index_t k = 0; k < steps; ++k, strip += kCols) step(a + k, a_stride, strip, sum);
+    add_products(a, a_stride, strip, steps, sum, ahead);
     AMX_SFT_MOE_UNROLL
     for (int r = 0; r < Rows; ++r) {
       _mm256_storeu_ps(c.data + r * c.stride, sum[r][0]);
@@ -49,7 +44,29 @@ struct Avx2Microkernel : StripTiles<Avx2Microkernel, float, 6, 1, 16>,
     }
   }
 
+  template <int Rows, class T>
+  AMX_SFT_MOE_TARGET_AVX2 static void finished_tile(const float* a, index_t a_stride, const float* strip,
+                                                    index_t steps, const FinishedRows<T>& to) {
+    __m256 sum[std::size_t{Rows}][2] = {};
+    NothingAhead ahead;
+    add_products(a, a_stride, strip, steps, sum, ahead);
+    avx2::finish_sums(sum, to);
+  }
+
  private:
+  template <std::size_t Rows, class Ahead>
+  AMX_SFT_MOE_INLINE AMX_SFT_MOE_TARGET_AVX2 static void add_products(const float* a, index_t a_stride,
+                                                                      const float* strip, index_t steps,
+                                                                      __m256 (&sum)[Rows][2], Ahead& ahead) {
+    for (; steps >= kStepsATurn; steps -= kStepsATurn, a += kStepsATurn) {
+      ahead.turn();
+      AMX_SFT_MOE_UNROLL_4
+      for (index_t k = 0; k < kStepsATurn; ++k, strip += kCols) step(a + k, a_stride, strip, sum);
+    }
+    if (steps > 0) ahead.turn();
+    for (index_t k = 0; k < steps; ++k, strip += kCols) step(a + k, a_stride, strip, sum);
+  }
+
   // The products of one step along K.
   template <std::size_t Rows>
   AMX_SFT_MOE_INLINE AMX_SFT_MOE_TARGET_AVX2 static void step(const float* a, index_t a_stride,

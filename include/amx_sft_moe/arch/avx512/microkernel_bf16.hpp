@@ -3,6 +3,7 @@
 
 #include <cstring>
 
+#include "amx_sft_moe/arch/avx512/finish.hpp"
 #include "amx_sft_moe/arch/avx512/in_place_bf16.hpp"
 #include "amx_sft_moe/arch/avx512/strip_ahead.hpp"
 #include "amx_sft_moe/arch/avx512/token_lanes.hpp"
@@ -41,29 +42,48 @@ struct Avx512Bf16Microkernel : StripTiles<Avx512Bf16Microkernel, bf16, 6, 4, 4>,
         sum[r][p] = _mm512_maskz_loadu_ps(there, c.data + r * c.stride + p * kPanelCols);
       }
     }
-    for (index_t begin = 0; begin < steps; begin += kStepsATurn) {
-      ahead.turn();
-      const index_t end = begin + kStepsATurn < steps ? begin + kStepsATurn : steps;
-      for (index_t k = begin; k < end; ++k, strip += 2 * kStripCols) {
-        __m512bh line[std::size_t{Panels}];
-        AMX_SFT_MOE_UNROLL
-        for (int p = 0; p < Panels; ++p) {
-          line[p] = reinterpret_cast<__m512bh>(_mm512_loadu_si512(strip + 2 * p * kPanelCols));
-        }
-        AMX_SFT_MOE_UNROLL
-        for (int r = 0; r < Rows; ++r) {
-          std::int32_t pair;
-          std::memcpy(&pair, a + r * a_stride + 2 * k, sizeof(pair));
-          const __m512bh both = avx512::broadcast_pair(pair);
-          AMX_SFT_MOE_UNROLL
-          for (int p = 0; p < Panels; ++p) sum[r][p] = _mm512_dpbf16_ps(sum[r][p], both, line[p]);
-        }
-      }
-    }
+    add_products(a, a_stride, strip, steps, sum, ahead);
     AMX_SFT_MOE_UNROLL
     for (int r = 0; r < Rows; ++r) {
       AMX_SFT_MOE_UNROLL
       for (int p = 0; p < Panels; ++p) _mm512_storeu_ps(c.data + r * c.stride + p * kPanelCols, sum[r][p]);
+    }
+  }
+
+  template <int Rows, class T>
+  AMX_SFT_MOE_TARGET_AVX512_BF16 static void finished_tile(const bf16* a, index_t a_stride, const bf16* strip,
+                                                           index_t steps, const FinishedRows<T>& to) {
+    __m512 sum[std::size_t{Rows}][4] = {};
+    NothingAhead ahead;
+    add_products(a, a_stride, strip, steps, sum, ahead);
+    avx512::finish_sums(sum, to);
+  }
+
+ private:
+  template <std::size_t Rows, std::size_t Panels, class Ahead>
+  AMX_SFT_MOE_INLINE AMX_SFT_MOE_TARGET_AVX512_BF16 static void add_products(const bf16* a, index_t a_stride,
+                                                                             const bf16* strip, index_t steps,
+                                                                             __m512 (&sum)[Rows][Panels],
+                                                                             Ahead& ahead) {
+    for (index_t begin = 0; begin < steps; begin += kStepsATurn) {
+      ahead.turn();
+      const index_t end = begin + kStepsATurn < steps ? begin + kStepsATurn : steps;
+      for (index_t k = begin; k < end; ++k, strip += 2 * kStripCols) {
+        __m512bh line[Panels];
+        AMX_SFT_MOE_UNROLL
+        for (std::size_t p = 0; p < Panels; ++p) {
+          line[p] =
+              reinterpret_cast<__m512bh>(_mm512_loadu_si512(strip + 2 * static_cast<index_t>(p) * kPanelCols));
+        }
+        AMX_SFT_MOE_UNROLL
+        for (std::size_t r = 0; r < Rows; ++r) {
+          std::int32_t pair;
+          std::memcpy(&pair, a + static_cast<index_t>(r) * a_stride + 2 * k, sizeof(pair));
+          const __m512bh both = avx512::broadcast_pair(pair);
+          AMX_SFT_MOE_UNROLL
+          for (std::size_t p = 0; p < Panels; ++p) sum[r][p] = _mm512_dpbf16_ps(sum[r][p], both, line[p]);
+        }
+      }
     }
   }
 };

@@ -103,15 +103,18 @@ AMX_SFT_MOE_INLINE AMX_SFT_MOE_TARGET_AVX512 __m128 sum_lanes(__m512 a, __m512 b
   return _mm_add_ps(_mm256_castps256_ps128(two), _mm256_extractf128_ps(two, 1));
 }
 
-// Nearest even, as to_bf16(). Integer arithmetic, so that CPUs without VCVTNEPS2BF16 give the same bits and
-// denormals survive.
-AMX_SFT_MOE_INLINE AMX_SFT_MOE_TARGET_AVX512 __m256i round_bf16(__m512 value) {
+// Nearest even, as to_bf16(), in the upper halves of lanes. Integer arithmetic, so that CPUs without VCVTNEPS2BF16 give
+// the same bits and denormals survive.
+AMX_SFT_MOE_INLINE AMX_SFT_MOE_TARGET_AVX512 __m512i round_bf16_lanes(__m512 value) {
   const __m512i bits = _mm512_castps_si512(value);
   const __m512i odd = _mm512_and_si512(_mm512_srli_epi32(bits, 16), _mm512_set1_epi32(1));
   const __m512i rounded = _mm512_add_epi32(_mm512_add_epi32(bits, _mm512_set1_epi32(0x7fff)), odd);
   const __m512i quiet = _mm512_or_si512(bits, _mm512_set1_epi32(0x400000));
   const __mmask16 is_nan = _mm512_cmp_ps_mask(value, value, _CMP_UNORD_Q);
-  return _mm512_cvtepi32_epi16(_mm512_srli_epi32(_mm512_mask_mov_epi32(rounded, is_nan, quiet), 16));
+  return _mm512_mask_mov_epi32(rounded, is_nan, quiet);
+}
+AMX_SFT_MOE_INLINE AMX_SFT_MOE_TARGET_AVX512 __m256i round_bf16(__m512 value) {
+  return _mm512_cvtepi32_epi16(_mm512_srli_epi32(round_bf16_lanes(value), 16));
 }
 
 AMX_SFT_MOE_INLINE AMX_SFT_MOE_TARGET_AVX512 void store16(bf16* p, __mmask16 lanes, __m512 value) {
@@ -130,7 +133,9 @@ AMX_SFT_MOE_INLINE AMX_SFT_MOE_TARGET_AVX512 void store16(float* p, __m512 value
 
 // 32 bf16 from 2 x 16 floats.
 AMX_SFT_MOE_INLINE AMX_SFT_MOE_TARGET_AVX512 __m512i round_bf16_pair(__m512 low, __m512 high) {
-  return _mm512_inserti64x4(_mm512_castsi256_si512(round_bf16(low)), round_bf16(high), 1);
+  const __m512i upper = _mm512_set_epi16(63, 61, 59, 57, 55, 53, 51, 49, 47, 45, 43, 41, 39, 37, 35, 33, 31, 29,
+                                         27, 25, 23, 21, 19, 17, 15, 13, 11, 9, 7, 5, 3, 1);
+  return _mm512_permutex2var_epi16(round_bf16_lanes(low), upper, round_bf16_lanes(high));
 }
 
 // One step along K of 16 rows, as the dwords of a panel: 16 floats, or 32 bf16 in pairs. `n` elements are

@@ -4,6 +4,7 @@
 
 #include <cstring>
 
+#include "amx_sft_moe/arch/portable/rows.hpp"
 #include "amx_sft_moe/arch/strips.hpp"
 
 AMX_SFT_MOE_NAMESPACE_BEGIN
@@ -40,6 +41,16 @@ struct PortableMicrokernel : StripTiles<PortableMicrokernel, float, 4, 1, 16> {
                    Ahead& ahead) {
     half<Rows>(a, a_stride, strip, steps, c, [&] { ahead.turn(); });
     half<Rows>(a, a_stride, strip + 8, steps, c.from(0, 8), [] {});
+  }
+
+  template <int Rows, class T>
+  static void finished_tile(const float* a, index_t a_stride, const float* strip, index_t steps,
+                            const FinishedRows<T>& to) {
+    float sums[index_t{Rows} * kCols];
+    NothingAhead ahead;
+    tile<Rows, 1>(a, a_stride, strip, steps, SumRows{sums, kCols, true}, ahead);
+    PortableRows::store(sums, kCols, Rows, kCols,
+                        BlockTarget<T>{to.data, to.row_stride, 1, to.accumulate, to.scale, nullptr});
   }
 
  private:
