@@ -59,7 +59,7 @@ struct Blocking {
   // Rows of one product: as tall as those of gemm_nn, so that A^T and C stay in L2. Finished in registers
   // (gemm/finished_strips.hpp), of which there is no C: rows of A^T that are transposed before they are used.
   static constexpr index_t kGradRows = 256;
-  static constexpr index_t kFinishedRows = 128;
+  static constexpr index_t kFinishedRows = 96;
   // Columns of a task with tiles: few tokens mostly write the gradient, and do it in whole rows (kMaxStripCols;
   // benchmarks/LOG.md, "AMX, natively").
   static constexpr index_t kWideGradTokens = 128;

@@ -26,15 +26,21 @@ struct TokenStrips {
   const typename Kernel::Compute* from_column(index_t col) const { return data + col * depth; }
 };
 
+// Some rows of B at a time, so that they are read along: strip by strip 128 bytes of each would be.
 template <MultipliesStrips Kernel>
 TokenStrips<Kernel> strips_of_tokens(Scratch& scratch, const AnyRows& b, index_t tokens, index_t cols) {
   using E = typename Kernel::Compute;
+  using Micro = typename Kernel::Microkernel;
+  constexpr index_t kTogether = 8, kCols = Micro::kCols;
   const index_t depth = padded_k<Kernel>(tokens);
   E* strips = scratch.b_panels.template as<E>(depth * round_up(cols, arch::kStripCols));
   with_adjacent_rows<Kernel>(scratch, b, tokens, cols, [&](const auto& source) {
-    for (index_t col = 0; col < cols; col += arch::kStripCols) {
-      Kernel::Microkernel::strip_of_rows(source.from_column(col), tokens, std::min(arch::kStripCols, cols - col),
-                                         strips + col * depth);
+    for (index_t t = 0; t < tokens; t += kTogether) {
+      const auto rows = source.from_row(t);
+      for (index_t col = 0; col < cols; col += kCols) {
+        Micro::strip_of_rows(rows.from_column(col), std::min(kTogether, tokens - t),
+                             std::min(kCols, cols - col), strips + col * depth + t * kCols);
+      }
     }
   });
   return {strips, tokens, depth, cols};
@@ -64,7 +70,8 @@ void gemm_tn_finished(Scratch& scratch, index_t rows, const Factor& factor, cons
   using Micro = typename Kernel::Microkernel;
   E* transposed = scratch.a_transposed.template as<E>(b.depth * rows);
   factor.rows.visit([&](const auto& source) {
-    Kernel::Rows::template stage_transposed<E>(source, rows, b.tokens, b.depth, factor.weights, transposed, b.depth);
+    Kernel::Rows::template stage_transposed<E>(source, rows, b.tokens, b.depth, factor.weights, transposed,
+                                               b.depth);
   });
   const arch::RowSource<E> a{transposed, b.depth, 1, nullptr};
   if (to.col_stride != 1) return finish_by_sums(scratch, a, rows, b, 0, to);

@@ -7,42 +7,79 @@
 AMX_SFT_MOE_NAMESPACE_BEGIN
 namespace arch::avx512 {
 
-// 32 elements, two lines of floats or one of bf16.
-AMX_SFT_MOE_INLINE AMX_SFT_MOE_TARGET_AVX512 void write32(float* to, __m512 low, __m512 high, bool past_caches) {
-  if (past_caches) {
-    _mm512_stream_ps(to, low);
-    _mm512_stream_ps(to + 16, high);
-  } else {
-    _mm512_storeu_ps(to, low);
-    _mm512_storeu_ps(to + 16, high);
-  }
-}
-AMX_SFT_MOE_INLINE AMX_SFT_MOE_TARGET_AVX512 void write32(bf16* to, __m512 low, __m512 high, bool past_caches) {
-  const __m512i both = round_bf16_pair(low, high);
-  if (past_caches) {
-    _mm512_stream_si512(reinterpret_cast<__m512i*>(to), both);
-  } else {
-    _mm512_storeu_si512(to, both);
-  }
-}
-
+// Sums become what is to be written, but for its type.
 template <std::size_t Rows, std::size_t Panels, class T>
-AMX_SFT_MOE_INLINE AMX_SFT_MOE_TARGET_AVX512 void finish_sums(const __m512 (&sum)[Rows][Panels],
-                                                              const FinishedRows<T>& to) {
-  static_assert(Panels % 2 == 0);
+AMX_SFT_MOE_INLINE AMX_SFT_MOE_TARGET_AVX512 void scale_sums(__m512 (&sum)[Rows][Panels],
+                                                             const FinishedRows<T>& to) {
   const __m512 scale = _mm512_set1_ps(to.scale);
   AMX_SFT_MOE_UNROLL
   for (std::size_t r = 0; r < Rows; ++r) {
-    T* row = to.data + static_cast<index_t>(r) * to.row_stride;
+    const T* row = to.data + static_cast<index_t>(r) * to.row_stride;
     AMX_SFT_MOE_UNROLL
-    for (std::size_t p = 0; p < Panels; p += 2, row += kLine) {
-      if (to.accumulate) {
-        write32(row, _mm512_fmadd_ps(sum[r][p], scale, load16(row)),
-                _mm512_fmadd_ps(sum[r][p + 1], scale, load16(row + 16)), false);
+    for (std::size_t p = 0; p < Panels; ++p, row += 16) {
+      sum[r][p] =
+          to.accumulate ? _mm512_fmadd_ps(sum[r][p], scale, load16(row)) : _mm512_mul_ps(sum[r][p], scale);
+    }
+  }
+}
+
+template <std::size_t Rows, std::size_t Panels>
+AMX_SFT_MOE_INLINE AMX_SFT_MOE_TARGET_AVX512 bool any_denormal(const __m512 (&value)[Rows][Panels]) {
+  constexpr int kDenormal = 0x20;
+  std::uint32_t found = 0;
+  AMX_SFT_MOE_UNROLL
+  for (std::size_t r = 0; r < Rows; ++r) {
+    AMX_SFT_MOE_UNROLL
+    for (std::size_t p = 0; p < Panels; ++p) found |= _mm512_fpclass_ps_mask(value[r][p], kDenormal);
+  }
+  return found != 0;
+}
+
+// Cache lines of T from `Panels` vectors.
+template <class T, std::size_t Panels>
+inline constexpr std::size_t kLinesOf = Panels * sizeof(T) / sizeof(float);
+
+// Values as lines of T, rounded as store16() does.
+template <class T, std::size_t Rows, std::size_t Panels>
+AMX_SFT_MOE_INLINE AMX_SFT_MOE_TARGET_AVX512 void lines_of(const __m512 (&value)[Rows][Panels],
+                                                           __m512i (&line)[Rows][kLinesOf<T, Panels>]) {
+  AMX_SFT_MOE_UNROLL
+  for (std::size_t r = 0; r < Rows; ++r) {
+    AMX_SFT_MOE_UNROLL
+    for (std::size_t n = 0; n < kLinesOf<T, Panels>; ++n) {
+      if constexpr (std::is_same_v<T, float>) {
+        line[r][n] = _mm512_castps_si512(value[r][n]);
       } else {
-        write32(row, _mm512_mul_ps(sum[r][p], scale), _mm512_mul_ps(sum[r][p + 1], scale), to.past_caches);
+        line[r][n] = round_bf16_pair(value[r][2 * n], value[r][2 * n + 1]);
       }
     }
+  }
+}
+
+template <bool PastCaches, std::size_t Rows, std::size_t Lines, class T>
+AMX_SFT_MOE_INLINE AMX_SFT_MOE_TARGET_AVX512 void write_rows(const __m512i (&line)[Rows][Lines], T* row,
+                                                             index_t row_stride) {
+  AMX_SFT_MOE_UNROLL
+  for (std::size_t r = 0; r < Rows; ++r, row += row_stride) {
+    __m512i* to = reinterpret_cast<__m512i*>(row);
+    AMX_SFT_MOE_UNROLL
+    for (std::size_t n = 0; n < Lines; ++n) {
+      if constexpr (PastCaches) {
+        _mm512_stream_si512(to + n, line[r][n]);
+      } else {
+        _mm512_storeu_si512(to + n, line[r][n]);
+      }
+    }
+  }
+}
+// Whole lines of each row.
+template <std::size_t Rows, std::size_t Lines, class T>
+AMX_SFT_MOE_INLINE AMX_SFT_MOE_TARGET_AVX512 void write_lines(const __m512i (&line)[Rows][Lines],
+                                                              const FinishedRows<T>& to) {
+  if (to.past_caches) {
+    write_rows<true>(line, to.data, to.row_stride);
+  } else {
+    write_rows<false>(line, to.data, to.row_stride);
   }
 }
 

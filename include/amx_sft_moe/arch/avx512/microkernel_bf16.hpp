@@ -56,10 +56,33 @@ struct Avx512Bf16Microkernel : StripTiles<Avx512Bf16Microkernel, bf16, 6, 4, 4>,
     __m512 sum[std::size_t{Rows}][4] = {};
     NothingAhead ahead;
     add_products(a, a_stride, strip, steps, sum, ahead);
-    avx512::finish_sums(sum, to);
+    const bool as_they_are = !to.accumulate && to.scale == 1.0F;
+    if (!as_they_are) avx512::scale_sums(sum, to);
+    __m512i line[std::size_t{Rows}][avx512::kLinesOf<T, 4>];
+    if constexpr (std::is_same_v<T, bf16>) {
+      if (as_they_are || !avx512::any_denormal(sum)) {
+        round_natively(sum, line);
+        return avx512::write_lines(line, to);
+      }
+    }
+    avx512::lines_of<T>(sum, line);
+    avx512::write_lines(line, to);
   }
 
  private:
+  // The bits of round_bf16_pair(), unless there are denormals, which are zeros to VCVTNE2PS2BF16; VDPBF16PS makes none.
+  template <std::size_t Rows>
+  AMX_SFT_MOE_INLINE AMX_SFT_MOE_TARGET_AVX512_BF16 static void round_natively(const __m512 (&value)[Rows][4],
+                                                                               __m512i (&line)[Rows][2]) {
+    AMX_SFT_MOE_UNROLL
+    for (std::size_t r = 0; r < Rows; ++r) {
+      AMX_SFT_MOE_UNROLL
+      for (std::size_t n = 0; n < 2; ++n) {
+        line[r][n] = reinterpret_cast<__m512i>(_mm512_cvtne2ps_pbh(value[r][2 * n + 1], value[r][2 * n]));
+      }
+    }
+  }
+
   template <std::size_t Rows, std::size_t Panels, class Ahead>
   AMX_SFT_MOE_INLINE AMX_SFT_MOE_TARGET_AVX512_BF16 static void add_products(const bf16* a, index_t a_stride,
                                                                              const bf16* strip, index_t steps,

@@ -50,7 +50,10 @@ struct Avx512Microkernel : StripTiles<Avx512Microkernel, float, 6, 4, 4>,
     __m512 sum[std::size_t{Rows}][4] = {};
     NothingAhead ahead;
     add_products(a, a_stride, strip, steps, sum, ahead);
-    avx512::finish_sums(sum, to);
+    avx512::scale_sums(sum, to);
+    __m512i line[std::size_t{Rows}][avx512::kLinesOf<T, 4>];
+    avx512::lines_of<T>(sum, line);
+    avx512::write_lines(line, to);
   }
 
  private:

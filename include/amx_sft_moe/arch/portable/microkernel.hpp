@@ -46,7 +46,7 @@ struct PortableMicrokernel : StripTiles<PortableMicrokernel, float, 4, 1, 16> {
   template <int Rows, class T>
   static void finished_tile(const float* a, index_t a_stride, const float* strip, index_t steps,
                             const FinishedRows<T>& to) {
-    float sums[index_t{Rows} * kCols];
+    float sums[std::size_t{Rows} * std::size_t{kCols}];
     NothingAhead ahead;
     tile<Rows, 1>(a, a_stride, strip, steps, SumRows{sums, kCols, true}, ahead);
     PortableRows::store(sums, kCols, Rows, kCols,

@@ -96,6 +96,35 @@ inline float mm512_reduce_add_ps(const simde__m512& vector) {
   return lanes[0];
 }
 
+// As VCVTNE2PS2BF16: to nearest even, NaN quiet, and denormals, which it takes for zeros, zeros of their sign.
+inline std::uint16_t to_bf16_without_denormals(std::uint32_t bits) {
+  const std::uint32_t magnitude = bits & 0x7fffffffU;
+  if (magnitude > 0x7f800000U) return static_cast<std::uint16_t>((bits | 0x400000U) >> 16U);
+  if (magnitude < 0x00800000U) return static_cast<std::uint16_t>((bits & 0x80000000U) >> 16U);
+  return static_cast<std::uint16_t>((bits + 0x7fffU + (bits >> 16U & 1U)) >> 16U);
+}
+inline simde__m512bh mm512_cvtne2ps_pbh(const simde__m512& high, const simde__m512& low) {
+  std::uint32_t from[32];
+  std::memcpy(from, &low, sizeof(low));
+  std::memcpy(from + 16, &high, sizeof(high));
+  std::uint16_t to[32];
+  for (int i = 0; i < 32; ++i) to[i] = to_bf16_without_denormals(from[i]);
+  simde__m512bh result;
+  std::memcpy(&result, to, sizeof(result));
+  return result;
+}
+// Of VFPCLASSPS' classes that of denormals, 0x20.
+inline simde__mmask16 mm512_fpclass_ps_mask(const simde__m512& vector, int classes) {
+  std::uint32_t lanes[16];
+  std::memcpy(lanes, &vector, sizeof(vector));
+  unsigned found = 0;
+  for (unsigned i = 0; i < 16; ++i) {
+    const std::uint32_t magnitude = lanes[i] & 0x7fffffffU;
+    if (classes == 0x20 && magnitude != 0 && magnitude < 0x00800000U) found |= 1U << i;
+  }
+  return static_cast<simde__mmask16>(found);
+}
+
 }  // namespace amx_sft_moe_soft_avx512
 
 #define __m512 simde__m512
@@ -139,6 +168,8 @@ inline float mm512_reduce_add_ps(const simde__m512& vector) {
 #define _mm512_castsi512_ps simde_mm512_castsi512_ps
 #undef _mm512_cmp_ps_mask
 #define _mm512_cmp_ps_mask simde_mm512_cmp_ps_mask
+#undef _mm512_cvtne2ps_pbh
+#define _mm512_cvtne2ps_pbh amx_sft_moe_soft_avx512::mm512_cvtne2ps_pbh
 #undef _mm512_cvtepi32_epi16
 #define _mm512_cvtepi32_epi16 amx_sft_moe_soft_avx512::mm512_cvtepi32_epi16
 #undef _mm512_cvtepu16_epi32
@@ -153,6 +184,8 @@ inline float mm512_reduce_add_ps(const simde__m512& vector) {
 #define _mm512_fmadd_ps simde_mm512_fmadd_ps
 #undef _mm512_fnmadd_ps
 #define _mm512_fnmadd_ps simde_mm512_fnmadd_ps
+#undef _mm512_fpclass_ps_mask
+#define _mm512_fpclass_ps_mask amx_sft_moe_soft_avx512::mm512_fpclass_ps_mask
 #undef _mm512_inserti64x4
 #define _mm512_inserti64x4 simde_mm512_inserti64x4
 #undef _mm512_loadu_ps
@@ -217,6 +250,8 @@ inline float mm512_reduce_add_ps(const simde__m512& vector) {
 #define _mm512_storeu_ps simde_mm512_storeu_ps
 #undef _mm512_storeu_si512
 #define _mm512_storeu_si512 simde_mm512_storeu_si512
+#undef _mm512_stream_si512
+#define _mm512_stream_si512 simde_mm512_storeu_si512
 #undef _mm512_sub_ps
 #define _mm512_sub_ps simde_mm512_sub_ps
 #undef _mm512_unpackhi_epi32
