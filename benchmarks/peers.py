@@ -2,6 +2,7 @@
 
     python benchmarks/peers.py [--shape qwen3-30b-a3b] [--tokens 512] [--routing uniform] [--iterations 7]
                                [--threads 2] [--peers ours,torch-grouped,torch-loop,kt-bf16,kt-int8] [--check]
+                               [--base-weights]
 
 All candidates live in one process and take turns. Each turn begins with a pause, in which the threads of the
 one before stop spinning, and runs twice; the second run counts, so that everybody finds their own caches warm
@@ -11,6 +12,9 @@ line a candidate.
 Before and after the turns the machine's limits are measured, the highest peak of an instruction and the
 bandwidth, the better of two. A step's limit is max(useful FLOP / peak, bytes of active weights / bandwidth) of
 its two passes. `--routing zipf`: the e-th expert is chosen with odds 1 / e.
+
+`--base-weights`: the backward makes the gradients of the base weights too, in bf16: once more their FLOP, and
+their bytes written.
 
 Weights lie in the pages that torch's allocator gets: huge ones with THP_MEM_ALLOC_ENABLE=1 in front of the
 command, or where the system always gives such; the table says in which. kt-kernel has copies in its own memory.
@@ -50,6 +54,7 @@ SHAPES = {  # experts, top_k, hidden, intermediate
     "ecosystem": (32, 8, 2048, 768),
     "small": (16, 4, 512, 256),
 }
+BASE_NAMES = ("gate", "up", "down")
 LORA_NAMES = ("gate_lora_a", "gate_lora_b", "up_lora_a", "up_lora_b", "down_lora_a", "down_lora_b")
 Result = dict[str, torch.Tensor]
 
@@ -64,13 +69,16 @@ class Problem:
     intermediate: int
     tokens: int
     threads: int
+    base_gradients: bool = False
     base: dict[str, torch.Tensor] = field(default_factory=dict)
     lora: dict[str, torch.Tensor] = field(default_factory=dict)
     fp32: Problem | None = None
 
     @classmethod
-    def random(cls, shape: str, tokens: int, threads: int, routing: str, seed: int = 0) -> Problem:
-        problem = cls(*SHAPES[shape], tokens, threads)
+    def random(
+        cls, shape: str, tokens: int, threads: int, routing: str, base_gradients: bool = False, seed: int = 0
+    ) -> Problem:
+        problem = cls(*SHAPES[shape], tokens, threads, base_gradients)
         e, h, i = problem.experts, problem.hidden, problem.intermediate
         generator = torch.Generator().manual_seed(seed)
 
@@ -99,11 +107,12 @@ class Problem:
         return self.fp32
 
     def flop(self) -> tuple[float, float]:
-        """Useful floating point operations of forward and backward: the base once each, LoRA once and twice."""
+        """Useful floating point operations of forward and backward: the base once each, twice in a backward
+        that makes its gradients, LoRA once and twice."""
         routes = self.tokens * self.top_k
         base = 2 * routes * 3 * self.hidden * self.intermediate
         lora = 2 * routes * 3 * RANK * (self.hidden + self.intermediate)
-        return base + lora, base + 2 * lora
+        return base + lora, base * (1 + self.base_gradients) + 2 * lora
 
     def weight_bytes(self) -> float:
         """Base weights of the experts that have tokens, which a pass reads once."""
@@ -139,8 +148,9 @@ class Limits:
         self.bandwidth = max(self.bandwidth, found["bandwidth"])
 
     def step_ms(self, problem: Problem) -> float:
-        memory = problem.weight_bytes() / self.bandwidth
-        return sum(max(flop / self.peak, memory) for flop in problem.flop()) * 1e-6
+        weights = problem.weight_bytes()
+        passes = zip(problem.flop(), (weights, weights * (1 + problem.base_gradients)), strict=True)
+        return sum(max(flop / self.peak, size / self.bandwidth) for flop, size in passes) * 1e-6
 
 
 class Ours:
@@ -171,9 +181,12 @@ class Ours:
         )
 
     def backward(self) -> Result:
-        grads = self.op.backward(self.problem.grad_y, out=self.kept)
+        wanted = self.problem.base_gradients
+        grads = self.op.backward(self.problem.grad_y, out=self.kept, weight_gradients=wanted)
         self.kept = grads if self.keeps_results else None
         result = {name: getattr(grads, name) for name in LORA_NAMES}
+        if wanted:
+            result |= {name: getattr(grads, f"{name}_proj") for name in BASE_NAMES}
         return {"grad_x": grads.grad_x, "grad_routing_weights": grads.grad_routing_weights, **result}
 
 
@@ -185,10 +198,12 @@ class Torch:
         problem = problem.in_fp32() if mode.endswith("-fp32") else problem
         self.problem, self.mode = problem, mode.removesuffix("-fp32")
         self.lora = {name: value.clone().requires_grad_(True) for name, value in problem.lora.items()}
+        # The same memory, but of their own in autograd.
+        self.base = {k: v.detach().requires_grad_(problem.base_gradients) for k, v in problem.base.items()}
 
     def adapted(self, x: torch.Tensor, name: str, product: Callable) -> torch.Tensor:
         a, b = self.lora[f"{name}_lora_a"], self.lora[f"{name}_lora_b"]
-        return product(x, self.problem.base[name]) + ALPHA / RANK * product(product(x, a), b)
+        return product(x, self.base[name]) + ALPHA / RANK * product(product(x, a), b)
 
     def experts(self, x: torch.Tensor, product: Callable) -> torch.Tensor:
         h = F.silu(self.adapted(x, "gate", product)) * self.adapted(x, "up", product)
@@ -214,8 +229,9 @@ class Torch:
         return self.y
 
     def backward(self) -> Result:
-        inputs = [self.x, self.w, *self.lora.values()]
-        names = ["grad_x", "grad_routing_weights", *self.lora]
+        trained = self.lora | (self.base if self.problem.base_gradients else {})
+        inputs = [self.x, self.w, *trained.values()]
+        names = ["grad_x", "grad_routing_weights", *trained]
         return dict(zip(names, torch.autograd.grad(self.y, inputs, self.problem.grad_y), strict=True))
 
 
@@ -239,7 +255,7 @@ class KtKernel:
         config = ext.moe.MOESFTConfig(p.experts, p.top_k, p.hidden, p.intermediate)
         config.max_len, config.max_cache_depth, config.layer_idx = max(p.tokens, 32), 1, 0
         config.lora_rank, config.lora_alpha = RANK, ALPHA
-        config.full_weight_grad, config.authoritative_optimizer_grads = False, True
+        config.full_weight_grad, config.authoritative_optimizer_grads = p.base_gradients, True
         config.share_backward_bb, config.share_cache_pool = False, False
         config.physical_to_logical_map = self.expert_map.data_ptr()
         for name in ("gate", "up", "down"):
@@ -254,6 +270,8 @@ class KtKernel:
         self.y, self.grad_x = torch.empty_like(p.x), torch.empty_like(p.x)
         self.grad_w = torch.empty(p.tokens, p.top_k)
         self.grads = {name: torch.zeros_like(value) for name, value in p.lora.items()}
+        if p.base_gradients:
+            self.grads |= {name: torch.zeros_like(value) for name, value in p.base.items()}
         self.count = torch.tensor([p.tokens], dtype=torch.int32)
 
     def forward(self) -> torch.Tensor:
@@ -264,8 +282,9 @@ class KtKernel:
 
     def backward(self) -> Result:
         grads = [self.grads[name].data_ptr() for name in LORA_NAMES]
+        base = [self.grads[name].data_ptr() if name in self.grads else 0 for name in BASE_NAMES]
         data = self.problem.grad_y.data_ptr(), self.grad_x.data_ptr()
-        self.moe.backward(*data, *grads, self.grad_w.data_ptr(), 0, 0, 0, False, 1.0)
+        self.moe.backward(*data, *grads, self.grad_w.data_ptr(), *base, False, 1.0)
         return {"grad_x": self.grad_x, "grad_routing_weights": self.grad_w, **self.grads}
 
 
@@ -332,6 +351,7 @@ def main() -> None:
     parser.add_argument("--iterations", type=int, default=7)
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--peers", default="ours,torch-grouped,torch-loop,kt-bf16,kt-int8")
+    parser.add_argument("--base-weights", action="store_true", help="gradients of the base weights too")
     parser.add_argument("--check", action="store_true", help="also each result's difference from the first's")
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
@@ -340,7 +360,7 @@ def main() -> None:
     for name in args.peers.split(","):
         if name not in names:
             print(f"{name}: not installed, left out", file=sys.stderr)
-    problem = Problem.random(args.shape, args.tokens, args.threads, args.routing)
+    problem = Problem.random(args.shape, args.tokens, args.threads, args.routing, args.base_weights)
     limits = Limits()
     limits.measure(args.threads)
     peers = {}
@@ -358,10 +378,11 @@ def main() -> None:
     about = {"shape": args.shape, "routing": args.routing, "limit_ms": round(limit_ms, 2)}
     about |= {"peak_gflops": round(limits.peak), "bandwidth": round(limits.bandwidth, 1)}
     about |= {"huge_pages": round(huge_pages_share(problem.base["gate"]), 2)}
+    about |= {"base_gradients": args.base_weights}
     rows = [row_of(name, times[name], first, problem, limit_ms) | about for name in names]
     print(
         f"{args.shape}, T={args.tokens}, {args.routing} routing, r={RANK}, {args.threads} threads, "
-        f"{args.iterations} turns, medians, ms\n"
+        f"{'gradients of base weights too, ' * args.base_weights}{args.iterations} turns, medians, ms\n"
         f"weights: {about['huge_pages']:.0%} in huge pages\n"
         f"limit {limit_ms:.2f} ms: {limits.peak:.0f} GFLOP/s, {limits.bandwidth:.1f} GB/s"
     )

@@ -29,6 +29,7 @@ inline constexpr Case kCasesOfThreads[] = {
     {"h_of_several_tasks", 15, 1, 1, 200, 2300, {66, 7, 5}},
     {"whole_strips", 150, 1, 1, 545, 290, {8, 8, 8}},
     with_trained_base({"base", 61, 3, 5, 37, 53, {7, 3, 5}, kSkewed}),
+    with_trained_base({"base_columns_cut_by_threads", 70, 1, 2, 1088, 576, {0, 0, 0}}),
     with_trained_base({"base_in_chunks", 530, 1, 2, 8, 5, {0, 0, 0}, kOneExpert}),
 };
 

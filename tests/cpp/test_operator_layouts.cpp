@@ -101,6 +101,29 @@ TYPED_TEST(OperatorLayouts, OneRowOfWeightsOfAnyStride) {
   }
 }
 
+// And of their gradients.
+TYPED_TEST(OperatorLayouts, OneRowOfAGradientOfAnyStride) {
+  constexpr index_t kLargest = std::numeric_limits<index_t>::max(), kE = 2, kH = 600;
+  const Problem problem =
+      random_problem(with_trained_base({"one", 40, 1, kE, kH, 1, {1, 1, 1}}), kPlain, kWeightDType<TypeParam>);
+  const Extents extents{kE, 1, kH};
+  const Tensor gate(DType::kBf16, extents, Strides::rows(extents));
+  const Tensor up(DType::kBf16, extents, Strides::rows(extents));
+  const auto strided = [&](const Tensor& grad) {
+    return amx_sft_moe::AnyExpertTensor(grad.data<bf16>(), kE, 1, kH, kH, kLargest, 1);
+  };
+  Outputs got(problem);
+  amx_sft_moe::Gradients grads = got.gradients();
+  grads.weights.gate = strided(gate);
+  grads.weights.up = strided(up);
+  Moe<TypeParam> moe = make_moe<TypeParam>(problem);
+  moe.forward_sft(problem.routing(), problem.x(), got.y());
+  moe.backward(problem.grad_y(), grads);
+  const Outputs want = step_alone<TypeParam>(problem);
+  EXPECT_EQ(want[reference::kGateWeight].bits(), gate.bits());
+  EXPECT_EQ(want[reference::kUpWeight].bits(), up.bits());
+}
+
 // Gradients of base weights: halves of one fused tensor, rows by turns, rows apart, and transposed ones, each in
 // one piece of memory with everything between poisoned.
 TYPED_TEST(OperatorLayouts, GradientsOfBaseWeights) {

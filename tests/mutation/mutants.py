@@ -33,17 +33,20 @@ PARTS = {
         12,
         ("arch/*.hpp",),
         (("portable_bf16", "avx2_bf16"), ("avx512_bf16",), _TILES),
-        ("test_gemm_columns", "test_gemm_tokens", "test_paced_prefetch"),
+        ("test_finished_strips", "test_gemm_columns", "test_gemm_tokens", "test_paced_prefetch"),
     ),
     "arch/portable": Part(  # where operands are strided
-        14, ("arch/portable/*.hpp",), (("portable_bf16", "portable_fp32"), _TILES)
+        14,
+        ("arch/portable/*.hpp",),
+        (("portable_bf16", "portable_fp32"), _TILES),
+        ("test_finished_strips",),
     ),
-    "arch/avx2": Part(14, ("arch/avx2/*.hpp",), (("avx2_bf16", "avx2_fp32"),)),
+    "arch/avx2": Part(14, ("arch/avx2/*.hpp",), (("avx2_bf16", "avx2_fp32"),), ("test_finished_strips",)),
     "arch/avx512": Part(  # the tiles' rows are packed there
         24,
         ("arch/avx512/*.hpp",),
         (("avx512_bf16", "avx512_bf16_bf16"), _TILES),
-        ("test_gemm_columns", "test_gemm_tokens"),
+        ("test_finished_strips", "test_gemm_columns", "test_gemm_tokens"),
     ),
     "arch/amx": Part(12, ("arch/amx/*.hpp",), (_TILES,)),
     "core": Part(
@@ -56,7 +59,7 @@ PARTS = {
         16,
         ("gemm/*.hpp",),
         (_PLAIN, _TILES),
-        ("test_gemm_columns", "test_gemm_tokens", "test_strip_walk"),
+        ("test_finished_strips", "test_gemm_columns", "test_gemm_tokens", "test_strip_walk"),
     ),
     "lora": Part(12, ("lora/*.hpp",), (_PLAIN, _TILES)),
     "moe": Part(32, ("moe/*.hpp",), (_PLAIN, _TILES)),
@@ -106,6 +109,8 @@ _LEFT_OUT = re.compile(
     # Sizes of blocks, and when B is read in place: speed only.
     r"|kStripBytes =|kStripDepth =|kFarRows =|k <= k\w*Steps|part_of_columns|parts\)|parts ="
     r"|<= arch::kFewFactorRows|const bool rounded ="
+    # Whether a result is left in the caches: where it may be, and that others see it in time.
+    r"|past_caches|_mm_sfence|kCols % kLineElements|read_soon"
     # Sizes of blocks again: plans of one class.
     r"|uniform_plan|plan\.add\(\{0, rows, row_step"
     # Tasks that are still begun after one has failed: its error is thrown all the same.

@@ -159,6 +159,8 @@ inline constexpr std::array kCases = {
     with_trained_base({"base_wide", 6, 1, 1, 577, 70, {0, 0, 0}}),
     with_trained_base({"base_rows_130_wide", 130, 1, 1, 577, 70, {0, 0, 0}}),
     with_trained_base({"base_rows_257_wide", 257, 1, 1, 200, 136, {0, 0, 0}}),
+    with_trained_base({"base_whole_lines", 130, 1, 1, 320, 192, {0, 0, 0}}),
+    with_trained_base({"base_rows_600_wide", 600, 1, 1, 130, 70, {0, 0, 0}}),
     with_trained_base({"base_hidden_1", 5, 2, 3, 1, 32, {0, 4, 0}}),
     with_trained_base({"base_intermediate_1", 5, 2, 3, 32, 1, {4, 4, 4}}),
     with_trained_base({"base_idle_experts", 16, 2, 8, 32, 48, {8, 8, 8}, kIdleExperts}),

@@ -32,6 +32,8 @@ inline constexpr index_t kRowsOfDeepStrips = 48;
 // of B, often on a page of its own, and so many pages stay translated from one strip of columns to the next
 // (benchmarks/LOG.md, "Pages translated together").
 inline constexpr index_t kStepsTranslated = 1024;
+// Rows of B that strips which lie one behind the other are made from at a time: hardware follows as many streams.
+inline constexpr index_t kStripRowsTogether = 8;
 // From here on a strip of bf16 is made while the one before is multiplied. Products of shallower ones (few tokens of
 // gemm_tn, LoRA's terms) are over before memory that was asked for one strip ahead has come. Shallower products with
 // tokens along the lanes go together with the one before them.
@@ -68,8 +70,7 @@ inline constexpr index_t kHeldSteps = 48;
 inline constexpr index_t kAlongBytes = 128;
 // Tokens up to which gemm_tn, in place, finishes a block of C before the next, and that block: 16 KiB of sums stay in L1
 // until they are stored. 16 rows, for a gradient that is stored transposed is written by lines of 16 floats; of fewer
-// more columns. Up to 64 rows of C: the gradient of a base weight, of which up to 128 are made at a time, is better written
-// in whole rows (benchmarks/LOG.md, "Gradients of few tokens").
+// more columns. Up to 64 rows of C (benchmarks/LOG.md, "Gradients of few tokens").
 inline constexpr index_t kFewTokens = 16;
 inline constexpr index_t kFewFactorRows = 64;
 inline constexpr index_t kFactorBlockRows = 16;

@@ -1,5 +1,6 @@
 // Products with strips: a strip is 64 columns of B, some steps of K deep, packed from B where it lies and used at once by
-// all rows of A. It is made of blocks as wide as a register tile:
+// all rows of A; those of a base weight's gradient are kept for a task (gemm/finished_strips.hpp). It is made of blocks as
+// wide as a register tile:
 //
 //     strip, float: [64 / kCols][K][kCols]          strip, bf16: [64 / kCols][K / 2][kCols][2]
 //
@@ -70,8 +71,8 @@ struct StripTiles {
   // Whether tiles that go to rows of T there are whole cache lines.
   template <class T>
   static bool whole_lines(const T* data, index_t row_stride) {
-    constexpr index_t kSize = sizeof(T);
-    return kCols * kSize % kLineBytes == 0 && row_stride * kSize % kLineBytes == 0 &&
+    constexpr index_t kLineElements = kLineBytes / index_t{sizeof(T)};
+    return kCols % kLineElements == 0 && row_stride % kLineElements == 0 &&
            reinterpret_cast<std::uintptr_t>(data) % kLineBytes == 0;
   }
 

@@ -56,8 +56,9 @@ struct Blocking {
   // Gradients of base weights, gemm_tn at full width. Rows of a gradient that share a task's packed x or h: packing
   // them costs a thousandth of an element a multiply-add, and a gradient still makes tens of tasks.
   static constexpr index_t kGradRowsPerTask = 512;
-  // Rows of one product: as tall as those of gemm_nn, so that A^T and C stay in L2. Finished in registers
-  // (gemm/finished_strips.hpp), of which there is no C: rows of A^T that are transposed before they are used.
+  // Rows of one product: as tall as those of gemm_nn, so that A^T and C stay in L2. Of those that are finished in registers
+  // (gemm/finished_strips.hpp) there is no C: as many rows of A^T as are transposed before they are used, in whole register
+  // tiles of 6, beside strips that take half of L2.
   static constexpr index_t kGradRows = 256;
   static constexpr index_t kFinishedRows = 96;
   // Columns of a task with tiles: few tokens mostly write the gradient, and do it in whole rows (kMaxStripCols;
@@ -105,8 +106,8 @@ struct Blocking {
     if (narrow) return resident_cols<Kernel>(tokens);
     return shared(kMaxStripCols, kMaxCols, {tokens, tokens, cols}, load);
   }
-  // Columns of the tasks of base weights' gradients, [rows, cols] of each expert, from so many tokens: as wide as strips of
-  // these stay in L2, and each thread has tasks to choose from.
+  // Columns of the tasks of base weights' gradients, [rows, cols] of each expert, from so many tokens: as wide as what is
+  // packed of these stays in L2, and each thread has tasks to choose from.
   template <class Kernel>
   index_t grad_cols(index_t tokens, index_t rows, index_t cols, const Load& load) const {
     if constexpr (!MultipliesStrips<Kernel> && !AddsToC<Kernel>) return resident_cols<Kernel>(tokens);

@@ -10,7 +10,6 @@
 #pragma once
 
 #include <algorithm>
-#include <type_traits>
 
 #include "amx_sft_moe/gemm/forms.hpp"
 
@@ -26,12 +25,13 @@ struct TokenStrips {
   const typename Kernel::Compute* from_column(index_t col) const { return data + col * depth; }
 };
 
-// Some rows of B at a time, so that they are read along: strip by strip 128 bytes of each would be.
+// Some rows of B at a time, an even number for pairs, so that these are read along: strip by strip it would be 128 bytes of
+// each (benchmarks/LOG.md, "Gradients from registers").
 template <MultipliesStrips Kernel>
 TokenStrips<Kernel> strips_of_tokens(Scratch& scratch, const AnyRows& b, index_t tokens, index_t cols) {
   using E = typename Kernel::Compute;
   using Micro = typename Kernel::Microkernel;
-  constexpr index_t kTogether = 8, kCols = Micro::kCols;
+  constexpr index_t kTogether = arch::kStripRowsTogether, kCols = Micro::kCols;
   const index_t depth = padded_k<Kernel>(tokens);
   E* strips = scratch.b_panels.template as<E>(depth * round_up(cols, arch::kStripCols));
   with_adjacent_rows<Kernel>(scratch, b, tokens, cols, [&](const auto& source) {
@@ -50,6 +50,7 @@ TokenStrips<Kernel> strips_of_tokens(Scratch& scratch, const AnyRows& b, index_t
 template <class Kernel, class T>
 void finish_by_sums(Scratch& scratch, const arch::RowSource<typename Kernel::Compute>& a, index_t rows,
                     const TokenStrips<Kernel>& b, index_t first, arch::BlockTarget<T> to) {
+  if (first == b.cols) return;
   const index_t stride = strips_stride(arch::kStripCols);
   float* c = scratch.c_blocks.template as<float>(rows * stride);
   T* const data = to.data;

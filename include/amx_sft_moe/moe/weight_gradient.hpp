@@ -8,6 +8,8 @@
 //   for each chunk of the expert's rows          its x, or h made again from g and u, packed once
 //     for each group of the rectangle's rows     their factor transposed; gemm_tn
 //
+// Kernels of strips finish base weights' gradients in registers (gemm/finished_strips.hpp); grad_Ad, of few rows, is stored
+// from a cache by all kernels.
 // Where there are several chunks their products are summed in fp32, in the scratch, and rounded once. Chunks have
 // a fixed length: a task's memory has a bound, and neither threads nor caches change a bit.
 #pragma once
@@ -60,14 +62,14 @@ gemm::AnyRows activation_columns(Step<Kernel>& step, Worker<Kernel>& worker, con
   return h;
 }
 
-// Rows [first, first + count) of an expert, and where what they give goes: to the task's rectangle of the gradient, or of all
-// sums of its chunks, which are read again.
+// Rows [first, first + count) of an expert, and where what they give goes: to the task's rectangle of the gradient, or, of
+// several chunks, to fp32 sums, which the next chunk and the rounding read.
 struct GradientChunk {
   index_t first, count;
   AnyMatrix to;
   index_t row, col;  // of `to`
   lora::GradientMode mode;
-  bool summed;
+  bool read_soon;
 };
 
 // Calls product(GradientChunk) for all of the expert's rows; the rectangle of `grad` is the sum of what these give.
@@ -88,7 +90,7 @@ void in_chunks(Worker<Kernel>& worker, const Task& task, const AnyMatrix& grad, 
   lora::store_gradient<Kernel>(whole, grad, false, task.col, mode);
 }
 
-// Rows [row, row + count) of a task's factor, for the chunk.
+// The factor of the chunk's tokens, for the gradient's rows from `row` on.
 inline gemm::Factor factor_of(const gemm::Factor& factor, const GradientChunk& chunk, index_t row) {
   return {factor.rows.from(chunk.first, row),
           factor.weights == nullptr ? nullptr : factor.weights + chunk.first};
@@ -126,7 +128,7 @@ void finish_chunk(Worker<Kernel>& worker, const Task& task, const gemm::Factor& 
                                     chunk.mode.scale,
                                     nullptr};
       gemm::gemm_tn_finished<Kernel>(scratch, std::min(gemm::Blocking::kFinishedRows, task.rows - row),
-                                     factor_of(factor, chunk, task.row + row), tokens, chunk.summed, to);
+                                     factor_of(factor, chunk, task.row + row), tokens, chunk.read_soon, to);
     }
   });
 }

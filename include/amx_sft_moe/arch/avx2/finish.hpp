@@ -7,7 +7,8 @@
 AMX_SFT_MOE_NAMESPACE_BEGIN
 namespace arch::avx2 {
 
-// 16 elements: a line of floats, or half a one of bf16, which goes through the caches.
+// 16 elements: a line of floats, or half a line of bf16, which goes through the caches: two halves past them
+// take longer (benchmarks/LOG.md, "Gradients from registers").
 AMX_SFT_MOE_INLINE AMX_SFT_MOE_TARGET_AVX2 void write16(float* to, __m256 low, __m256 high, bool past_caches) {
   if (!past_caches) return store16(to, low, high);
   _mm256_stream_ps(to, low);

@@ -23,16 +23,21 @@ AMX_SFT_MOE_INLINE AMX_SFT_MOE_TARGET_AVX512 void scale_sums(__m512 (&sum)[Rows]
   }
 }
 
+// Whether a denormal is there, or the smallest number that is none. By their bits: what MXCSR says does not matter.
 template <std::size_t Rows, std::size_t Panels>
 AMX_SFT_MOE_INLINE AMX_SFT_MOE_TARGET_AVX512 bool any_denormal(const __m512 (&value)[Rows][Panels]) {
-  constexpr int kDenormal = 0x20;
-  std::uint32_t found = 0;
+  const __m512i magnitude = _mm512_set1_epi32(0x7fffffff), one = _mm512_set1_epi32(1);
+  __m512i smallest = _mm512_set1_epi32(-1);  // but for zeros, which are the largest less one
   AMX_SFT_MOE_UNROLL
   for (std::size_t r = 0; r < Rows; ++r) {
     AMX_SFT_MOE_UNROLL
-    for (std::size_t p = 0; p < Panels; ++p) found |= _mm512_fpclass_ps_mask(value[r][p], kDenormal);
+    for (std::size_t p = 0; p < Panels; ++p) {
+      const __m512i bits = _mm512_and_si512(_mm512_castps_si512(value[r][p]), magnitude);
+      smallest = _mm512_min_epu32(smallest, _mm512_sub_epi32(bits, one));
+    }
   }
-  return found != 0;
+  const __m512i exponent = _mm512_set1_epi32(static_cast<std::int32_t>(0xff800000U));
+  return _mm512_test_epi32_mask(smallest, exponent) != 0xffffU;
 }
 
 // Cache lines of T from `Panels` vectors.
@@ -57,11 +62,11 @@ AMX_SFT_MOE_INLINE AMX_SFT_MOE_TARGET_AVX512 void lines_of(const __m512 (&value)
 }
 
 template <bool PastCaches, std::size_t Rows, std::size_t Lines, class T>
-AMX_SFT_MOE_INLINE AMX_SFT_MOE_TARGET_AVX512 void write_rows(const __m512i (&line)[Rows][Lines], T* row,
+AMX_SFT_MOE_INLINE AMX_SFT_MOE_TARGET_AVX512 void write_rows(const __m512i (&line)[Rows][Lines], T* data,
                                                              index_t row_stride) {
   AMX_SFT_MOE_UNROLL
-  for (std::size_t r = 0; r < Rows; ++r, row += row_stride) {
-    __m512i* to = reinterpret_cast<__m512i*>(row);
+  for (std::size_t r = 0; r < Rows; ++r) {
+    __m512i* to = reinterpret_cast<__m512i*>(data + static_cast<index_t>(r) * row_stride);
     AMX_SFT_MOE_UNROLL
     for (std::size_t n = 0; n < Lines; ++n) {
       if constexpr (PastCaches) {
@@ -72,6 +77,7 @@ AMX_SFT_MOE_INLINE AMX_SFT_MOE_TARGET_AVX512 void write_rows(const __m512i (&lin
     }
   }
 }
+
 // Whole lines of each row.
 template <std::size_t Rows, std::size_t Lines, class T>
 AMX_SFT_MOE_INLINE AMX_SFT_MOE_TARGET_AVX512 void write_lines(const __m512i (&line)[Rows][Lines],

@@ -113,16 +113,30 @@ inline simde__m512bh mm512_cvtne2ps_pbh(const simde__m512& high, const simde__m5
   std::memcpy(&result, to, sizeof(result));
   return result;
 }
-// Of VFPCLASSPS' classes that of denormals, 0x20.
-inline simde__mmask16 mm512_fpclass_ps_mask(const simde__m512& vector, int classes) {
+// As VDPBF16PS: denormals are zeros before and after.
+inline simde__m512 without_denormals(const simde__m512& vector) {
   std::uint32_t lanes[16];
   std::memcpy(lanes, &vector, sizeof(vector));
-  unsigned found = 0;
-  for (unsigned i = 0; i < 16; ++i) {
-    const std::uint32_t magnitude = lanes[i] & 0x7fffffffU;
-    if (classes == 0x20 && magnitude != 0 && magnitude < 0x00800000U) found |= 1U << i;
+  for (std::uint32_t& bits : lanes) {
+    if ((bits & 0x7f800000U) == 0) bits &= 0x80000000U;
   }
-  return static_cast<simde__mmask16>(found);
+  simde__m512 result;
+  std::memcpy(&result, lanes, sizeof(result));
+  return result;
+}
+inline simde__m512bh without_denormals(const simde__m512bh& vector) {
+  std::uint16_t lanes[32];
+  std::memcpy(lanes, &vector, sizeof(vector));
+  for (std::uint16_t& bits : lanes) {
+    if ((bits & 0x7f80U) == 0) bits = static_cast<std::uint16_t>(bits & 0x8000U);
+  }
+  simde__m512bh result;
+  std::memcpy(&result, lanes, sizeof(result));
+  return result;
+}
+inline simde__m512 mm512_dpbf16_ps(const simde__m512& sum, const simde__m512bh& a, const simde__m512bh& b) {
+  return without_denormals(
+      simde_mm512_dpbf16_ps(without_denormals(sum), without_denormals(a), without_denormals(b)));
 }
 
 }  // namespace amx_sft_moe_soft_avx512
@@ -162,8 +176,6 @@ inline simde__mmask16 mm512_fpclass_ps_mask(const simde__m512& vector, int class
 #define _mm512_castps_pd simde_mm512_castps_pd
 #undef _mm512_castps_si512
 #define _mm512_castps_si512 simde_mm512_castps_si512
-#undef _mm512_castsi256_si512
-#define _mm512_castsi256_si512 simde_mm512_castsi256_si512
 #undef _mm512_castsi512_ps
 #define _mm512_castsi512_ps simde_mm512_castsi512_ps
 #undef _mm512_cmp_ps_mask
@@ -177,17 +189,13 @@ inline simde__mmask16 mm512_fpclass_ps_mask(const simde__m512& vector, int class
 #undef _mm512_div_ps
 #define _mm512_div_ps simde_mm512_div_ps
 #undef _mm512_dpbf16_ps
-#define _mm512_dpbf16_ps simde_mm512_dpbf16_ps
+#define _mm512_dpbf16_ps amx_sft_moe_soft_avx512::mm512_dpbf16_ps
 #undef _mm512_extractf32x8_ps
 #define _mm512_extractf32x8_ps amx_sft_moe_soft_avx512::mm512_extractf32x8_ps
 #undef _mm512_fmadd_ps
 #define _mm512_fmadd_ps simde_mm512_fmadd_ps
 #undef _mm512_fnmadd_ps
 #define _mm512_fnmadd_ps simde_mm512_fnmadd_ps
-#undef _mm512_fpclass_ps_mask
-#define _mm512_fpclass_ps_mask amx_sft_moe_soft_avx512::mm512_fpclass_ps_mask
-#undef _mm512_inserti64x4
-#define _mm512_inserti64x4 simde_mm512_inserti64x4
 #undef _mm512_loadu_ps
 #define _mm512_loadu_ps simde_mm512_loadu_ps
 #undef _mm512_loadu_si512
@@ -210,6 +218,8 @@ inline simde__mmask16 mm512_fpclass_ps_mask(const simde__m512& vector, int class
 #define _mm512_maskz_mul_ps simde_mm512_maskz_mul_ps
 #undef _mm512_max_ps
 #define _mm512_max_ps simde_mm512_max_ps
+#undef _mm512_min_epu32
+#define _mm512_min_epu32 simde_mm512_min_epu32
 #undef _mm512_min_ps
 #define _mm512_min_ps simde_mm512_min_ps
 #undef _mm512_mul_ps
@@ -252,8 +262,12 @@ inline simde__mmask16 mm512_fpclass_ps_mask(const simde__m512& vector, int class
 #define _mm512_storeu_si512 simde_mm512_storeu_si512
 #undef _mm512_stream_si512
 #define _mm512_stream_si512 simde_mm512_storeu_si512
+#undef _mm512_sub_epi32
+#define _mm512_sub_epi32 simde_mm512_sub_epi32
 #undef _mm512_sub_ps
 #define _mm512_sub_ps simde_mm512_sub_ps
+#undef _mm512_test_epi32_mask
+#define _mm512_test_epi32_mask simde_mm512_test_epi32_mask
 #undef _mm512_unpackhi_epi32
 #define _mm512_unpackhi_epi32 simde_mm512_unpackhi_epi32
 #undef _mm512_unpackhi_epi64
