@@ -44,7 +44,7 @@ std::vector<Target<T>> targets(const Extents& e) {
   std::vector<Target<T>> all;
   all.emplace_back(e, round_up(e.cols, 32) + 32, 1, 0);
   all.emplace_back(e, round_up(e.cols, 32), 1, 8);
-  all.emplace_back(e, e.cols + 3, 1, 1);
+  all.emplace_back(e, e.cols + 3, 1, 0);
   all.emplace_back(e, 1, e.rows + 1, 0);
   return all;
 }
