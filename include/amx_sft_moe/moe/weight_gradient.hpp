@@ -10,6 +10,7 @@
 //
 // Kernels of strips finish base weights' gradients in registers (gemm/finished_strips.hpp); grad_Ad, of few rows, is stored
 // from a cache by all kernels.
+//
 // Where there are several chunks their products are summed in fp32, in the scratch, and rounded once. Chunks have
 // a fixed length: a task's memory has a bound, and neither threads nor caches change a bit.
 #pragma once

@@ -27,7 +27,7 @@ AMX_SFT_MOE_INLINE AMX_SFT_MOE_TARGET_AVX512 void scale_sums(__m512 (&sum)[Rows]
 template <std::size_t Rows, std::size_t Panels>
 AMX_SFT_MOE_INLINE AMX_SFT_MOE_TARGET_AVX512 bool any_denormal(const __m512 (&value)[Rows][Panels]) {
   const __m512i magnitude = _mm512_set1_epi32(0x7fffffff), one = _mm512_set1_epi32(1);
-  __m512i smallest = _mm512_set1_epi32(-1);  // but for zeros, which are the largest less one
+  __m512i smallest = _mm512_set1_epi32(-1);  // of bits less one, which of a zero is the largest number
   AMX_SFT_MOE_UNROLL
   for (std::size_t r = 0; r < Rows; ++r) {
     AMX_SFT_MOE_UNROLL
