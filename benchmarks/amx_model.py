@@ -1,7 +1,11 @@
 """An estimate of one step on a 60-core Xeon with AMX, from counted instructions: a model. Nothing here was
-timed on such a machine.
+timed on a machine of that size.
 
     python benchmarks/amx_model.py [--tokens 128] [--spread uniform] [--regions]
+    python benchmarks/amx_model.py --threads 8 --ghz 2.66 --bandwidth 84
+
+The second form is for a machine at hand, whose step `bench_step deepseek-v3 128 amx_bf16 8` times: threads, GHz
+of its cores and GB/s as measured. README.md tells how near the model came.
 
 The layer is that of the published profile (E=256 k=8 H=7168 I=2048 r=16 T=128, 60 threads). Where numbers come
 from:
@@ -27,7 +31,7 @@ import tasklist
 from tasklist import Costs, Region, Task, TaskList
 
 PUBLISHED_MS = {"forward": 129.6, "backward": 341.6}
-SHAPE, THREADS = "deepseek-v3", 60
+SHAPE, THREADS = "deepseek-v3", 60  # of the published profile
 
 # Cycles between two of the same instruction, and until a product can be added to again: Intel 64 and IA-32
 # Architectures Optimization Reference Manual, volume 1 (document 248966), chapter 20, Table 20-2: TDPBF16PS
@@ -49,6 +53,7 @@ class Xeon:
     ghz: float
     bandwidth: float
     reached: float = 0.8
+    threads: int = THREADS
 
     @property
     def bytes_per_ns(self) -> float:
@@ -117,7 +122,7 @@ class AmxCosts(Costs):
 
 @dataclass(frozen=True)
 class RegionEstimate:
-    """Milliseconds of 60 threads: what bounds the region, and the replay, which has both at once."""
+    """Milliseconds of all threads: what bounds the region, and the replay, which has both at once."""
 
     name: str
     tile_ms: float
@@ -136,14 +141,14 @@ class RegionEstimate:
 
 
 def estimate_region(tasks: TaskList, region: Region, costs: AmxCosts, xeon: Xeon) -> RegionEstimate:
-    simulated = replay.replay_region(tasks, region, costs, THREADS, xeon.bytes_per_ns)
-    unbound = replay.replay_region(tasks, region, costs, THREADS, None)
+    simulated = replay.replay_region(tasks, region, costs, xeon.threads, xeon.bytes_per_ns)
+    unbound = replay.replay_region(tasks, region, costs, xeon.threads, None)
     tile = sum(tile_cycles(phase) for phase in region.phases) / xeon.ghz
     memory = sum(tasks.bytes_of(region.name, t) for t in region.tasks) / xeon.bytes_per_ns
     return RegionEstimate(
         region.name,
-        tile / THREADS / 1e6,
-        (unbound.outcome.busy_ns - tile) / THREADS / 1e6,
+        tile / xeon.threads / 1e6,
+        (unbound.outcome.busy_ns - tile) / xeon.threads / 1e6,
         memory / 1e6,
         simulated.total_ns / 1e6,
     )
@@ -181,9 +186,7 @@ def print_counts(tasks: TaskList) -> None:
     print()
 
 
-def print_estimates(tasks: TaskList, vector: Costs) -> None:
-    print("| machine | GHz | GB/s | forward, ms: bound, replayed, no overlap | backward, ms |")
-    print("| --- | --- | --- | --- | --- |")
+def variants_of_published() -> list[Xeon]:
     variants = []
     for xeon in XEONS:
         variants.append(xeon)
@@ -191,15 +194,32 @@ def print_estimates(tasks: TaskList, vector: Costs) -> None:
             variants += [replace(xeon, ghz=ghz) for ghz in (1.5, 2.6, 3.2)]
             variants += [replace(xeon, reached=reached) for reached in (0.6, 0.9)]
             variants.append(replace(xeon, name="two sockets, 30 threads each", bandwidth=614.4))
-    for xeon in variants:
+    return variants
+
+
+def print_estimates(tasks: TaskList, vector: Costs, machines: Iterable[Xeon]) -> None:
+    print("| machine | GHz | GB/s | forward, ms: bound, replayed, no overlap | backward, ms |")
+    print("| --- | --- | --- | --- | --- |")
+    for xeon in machines:
         estimates = estimate(tasks, vector, xeon)
         cells = []
         for forward in (True, False):
             figures = [pass_ms(estimates, forward, f) for f in ("bound_ms", "replay_ms", "apart_ms")]
             cells.append(", ".join(f"{ms:.0f}" for ms in figures))
         print(f"| {xeon.name} | {xeon.ghz} | {xeon.bytes_per_ns:.0f} | {cells[0]} | {cells[1]} |")
+
+
+def print_published() -> None:
     published = " | ".join(str(PUBLISHED_MS[name]) for name in ("forward", "backward"))
     print(f"| published, KTransformers' operator on 60 threads | | | {published} |")
+
+
+def machine_at_hand(args: argparse.Namespace) -> Xeon | None:
+    if args.ghz is None and args.bandwidth is None and args.threads is None:
+        return None
+    if args.ghz is None or args.bandwidth is None or args.threads is None:
+        raise SystemExit("amx_model.py: expected --threads, --ghz and --bandwidth together")
+    return Xeon(f"{args.threads} threads", args.ghz, args.bandwidth, reached=1.0, threads=args.threads)
 
 
 def main() -> None:
@@ -209,13 +229,20 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=128)
     parser.add_argument("--spread", default="uniform", choices=("uniform", "zipf", "even"))
     parser.add_argument("--regions", action="store_true", help="counts, and each region on the first machine")
+    parser.add_argument("--threads", type=int, help="of a machine at hand, one on each core")
+    parser.add_argument("--ghz", type=float, help="of its cores")
+    parser.add_argument("--bandwidth", type=float, help="GB/s that these threads read")
     args = parser.parse_args()
+    here = machine_at_hand(args)
+    threads = here.threads if here else THREADS
     vector = tasklist.load_costs(args.costs, SHAPE, replay.COUNTED_KERNEL)
-    tasks = tasklist.list_tasks(args.program, SHAPE, args.tokens, args.spread, replay.COUNTED_KERNEL, THREADS)
+    tasks = tasklist.list_tasks(args.program, SHAPE, args.tokens, args.spread, replay.COUNTED_KERNEL, threads)
     if args.regions:
         print_counts(tasks)
-        print_regions(estimate(tasks, vector, XEONS[0]))
-    print_estimates(tasks, vector)
+        print_regions(estimate(tasks, vector, here or XEONS[0]))
+    print_estimates(tasks, vector, [here] if here else variants_of_published())
+    if here is None:
+        print_published()
 
 
 if __name__ == "__main__":

@@ -29,6 +29,7 @@ import numpy as np
 
 FORMS = ("nt", "nn", "tn")
 KERNELS = {
+    "amx_bf16": "AmxBf16",
     "avx512": "Avx512<amx_sft_moe::bf16>",
     "avx512_bf16": "Avx512Bf16",
     "avx2": "Avx2<amx_sft_moe::bf16>",
@@ -49,7 +50,10 @@ def build(tree: Path, kernel: str, folder: Path, source: Path) -> ctypes.CDLL:
         flags.append("-fno-gnu-unique")  # tables of headers would be those of the first library in all others
     define = f"-DBENCH_KERNEL=amx_sft_moe::kernels::{KERNELS[kernel]}"
     subprocess.run([compiler, *flags, define, source, "-o", library, "-ldl"], check=True)
-    return ctypes.CDLL(str(library), mode=os.RTLD_LOCAL)
+    forms = ctypes.CDLL(str(library), mode=os.RTLD_LOCAL)
+    if hasattr(forms, "is_available") and not forms.is_available():  # trees of before had no such function
+        sys.exit(f"{kernel}: not available on this CPU")
+    return forms
 
 
 def forms_of(tree: Path) -> Path:

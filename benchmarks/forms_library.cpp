@@ -51,6 +51,11 @@ void store(const gemm::Block& block, float* result, index_t stride) {
 // and r = 16.
 extern "C" {
 
+// Asks the operating system too, where the kernel needs its permission.
+int is_available() {
+  return Kernel::available() ? 1 : 0;
+}
+
 void run_nt(int threads, index_t tokens, const W* weights, index_t matrices, index_t out, index_t in,
             const W* activations) {
   Threads team(threads, tokens * out);

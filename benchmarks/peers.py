@@ -4,10 +4,11 @@
                                [--threads 2] [--peers ours,torch-grouped,torch-loop,kt-bf16,kt-int8] [--check]
                                [--base-weights]
 
-All candidates live in one process and take turns. Each turn begins with a pause, in which the threads of the
-one before stop spinning, and runs twice; the second run counts, so that everybody finds their own caches warm
-and threads awake. Prints a table of medians in ms and the step's ratio to the first candidate, then one JSON
-line a candidate.
+All candidates live in one process, on as many CPUs as `--threads` says where the machine has more (kt-kernel
+would use one more: its calling thread beside that many workers), and take turns. Each turn begins with a pause,
+in which the threads of the one before stop spinning, and runs twice; the second run counts, so that everybody
+finds their own caches warm and threads awake. Prints a table of medians in ms and the step's ratio to the first
+candidate, then one JSON line a candidate.
 
 Before and after the turns the machine's limits are measured, the highest peak of an instruction and the
 bandwidth, the better of two. A step's limit is max(useful FLOP / peak, bytes of active weights / bandwidth) of
@@ -31,6 +32,7 @@ import argparse
 import copy
 import importlib.util
 import json
+import os
 import re
 import statistics
 import sys
@@ -38,6 +40,7 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import torch
 import torch.nn.functional as F
@@ -117,6 +120,19 @@ class Problem:
     def weight_bytes(self) -> float:
         """Base weights of the experts that have tokens, which a pass reads once."""
         return 2.0 * len(self.ids.unique()) * 3 * self.hidden * self.intermediate
+
+
+def cpus_for(threads: int, allowed: set[int], root: Path = Path("/sys/devices/system/cpu")) -> set[int]:
+    """As many of the allowed CPUs, of different cores as far as there are such and the system says so."""
+    taken: set[str] = set()
+    firsts, others = [], []
+    for cpu in sorted(allowed):
+        siblings = str(cpu)
+        with suppress(OSError):
+            siblings = (root / f"cpu{cpu}/topology/thread_siblings_list").read_text().strip()
+        (others if siblings in taken else firsts).append(cpu)
+        taken.add(siblings)
+    return set((firsts + others)[:threads])
 
 
 def huge_pages_share(tensor: torch.Tensor) -> float:
@@ -354,6 +370,7 @@ def main() -> None:
     parser.add_argument("--base-weights", action="store_true", help="gradients of the base weights too")
     parser.add_argument("--check", action="store_true", help="also each result's difference from the first's")
     args = parser.parse_args()
+    os.sched_setaffinity(0, cpus_for(args.threads, os.sched_getaffinity(0)))  # before anyone has threads
     torch.set_num_threads(args.threads)
 
     names = [name for name in args.peers.split(",") if installed(name)]

@@ -1,4 +1,4 @@
-"""What benchmarks/peers.py says of the pages that weights lie in."""
+"""What benchmarks/peers.py says of the pages that weights lie in, and the CPUs it runs on."""
 
 from __future__ import annotations
 
@@ -37,3 +37,25 @@ def test_huge_pages() -> None:
     if "AnonHugePages:         0 kB" in Path("/proc/self/smaps_rollup").read_text(encoding="utf-8"):
         pytest.skip("the system has none left")
     assert 0 < peers.huge_pages_share(tensor) <= 1  # a mapping's ends rarely are whole ones
+
+
+@pytest.mark.parametrize(
+    ("siblings", "threads", "expected"),
+    [
+        (["0,2", "1,3", "0,2", "1,3"], 2, {0, 1}),
+        (["0-1", "0-1", "2-3", "2-3"], 2, {0, 2}),
+        (["0-1", "0-1", "2-3", "2-3"], 3, {0, 1, 2}),
+        (["0", "1", "2", "3"], 8, {0, 1, 2, 3}),
+        ([None, None, None, None], 3, {0, 1, 2}),  # the system does not say
+    ],
+)
+def test_cpus(siblings: list[str | None], threads: int, expected: set[int], tmp_path: Path) -> None:
+    for cpu, list_of_cpu in enumerate(siblings):
+        if list_of_cpu is not None:
+            (tmp_path / f"cpu{cpu}/topology").mkdir(parents=True)
+            (tmp_path / f"cpu{cpu}/topology/thread_siblings_list").write_text(f"{list_of_cpu}\n")
+    assert peers.cpus_for(threads, {0, 1, 2, 3}, tmp_path) == expected
+
+
+def test_cpus_are_allowed_ones(tmp_path: Path) -> None:
+    assert peers.cpus_for(2, {5, 7, 9}, tmp_path) == {5, 7}

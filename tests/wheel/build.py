@@ -8,6 +8,9 @@
    says what is missing where there is none);
 3. the wheel in a fresh environment whose PATH holds no compiler: tests/wheel/smoke.py.
 
+With LDFLAGS=-static-libstdc++ in the environment the wheel has a libstdc++ of its own beside that of numpy, as
+toolchains make it that link it in.
+
 --twice builds each wheel once more, from another directory, and compares the bytes. --consumer builds
 tests/consumers/find_package with the installed wheel's headers and CMake files.
 """
