@@ -22,10 +22,11 @@ from torch.fx.experimental.proxy_tensor import get_proxy_mode
 
 from amx_sft_moe import _core
 from amx_sft_moe.errors import ArgumentError, StateError
-from amx_sft_moe.layer import ExpertBiases, ExpertWeights, Weight
+from amx_sft_moe.layer import ExpertBiases, ExpertWeights, Rooms, Weight, rooms
 
 _NUM_FACTORS = 6
 _NO_FACTORS = (None,) * _NUM_FACTORS
+_BEFORE_FACTORS = ("x", "routing_weights")  # of the gradients
 _NUM_BIASES = 4
 _WEIGHTS = _NUM_FACTORS + _NUM_BIASES  # where base weights begin among the parameters of a call
 # Positions of x, routing_weights and the first factor among the inputs of _Experts; biases and base weights
@@ -110,8 +111,8 @@ def run_forward(
     each, though they may be one in memory."""
     x = _adjacent(x)
     operator = experts.operator()
-    with _ranges("forward", operator):
-        core_parameters = _for_core(shared_a, apart, scaling, parameters)
+    with _ranges("forward", operator), rooms() as room:
+        core_parameters = _for_core(shared_a, apart, scaling, parameters, operator, room)
         return operator.forward_saved(x, expert_ids, routing_weights, *core_parameters, save)
 
 
@@ -131,13 +132,15 @@ def run_backward(
     """Gradients of x, the routing weights and the parameters, where ``wanted``."""
     x, grad_y = _adjacent(x), _adjacent(grad_y)
     operator = experts.operator()
-    with _ranges("backward", operator):
-        core_parameters = _for_core(shared_a, apart, scaling, parameters)
+    with _ranges("backward", operator), rooms() as room:
+        core_parameters = _for_core(shared_a, apart, scaling, parameters, operator, room)
         inputs = x, expert_ids, routing_weights, saved, grad_y
-        grad_x, grad_weights, *grads = operator.backward_saved(*inputs, *core_parameters, wanted)
+        given = _rooms_for_gradients(parameters, wanted, room)
+        grad_x, grad_weights, *grads = operator.backward_saved(*inputs, *core_parameters, wanted, given)
         factors = zip(parameters[:_NUM_FACTORS], grads, strict=False)
         grads[:_NUM_FACTORS] = [
-            grad if factor is None or grad is None else laid_out_like(factor, grad) for factor, grad in factors
+            grad if factor is None or grad is None else laid_out_like(factor, grad, operator)
+            for factor, grad in factors
         ]
     return [grad_x, grad_weights, *grads]
 
@@ -238,10 +241,19 @@ def _owner(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _for_core(
-    shared_a: bool, apart: bool, scaling: Sequence[float], parameters: Sequence[torch.Tensor | None]
+    shared_a: bool,
+    apart: bool,
+    scaling: Sequence[float],
+    parameters: Sequence[torch.Tensor | None],
+    operator: _core.SftMoe,
+    room: Rooms,
 ) -> tuple[_core.LoraFactors, _core.Biases]:
-    """Factors and biases of a call as the operator takes them; its base weights it has."""
-    factors = [None if factor is None else _by_expert(factor) for factor in parameters[:_NUM_FACTORS]]
+    """Factors and biases of a call as the operator takes them; its base weights it has. What is turned lies in
+    ``room``."""
+    factors = [
+        None if factor is None else _by_expert(factor, operator, room, number)
+        for number, factor in enumerate(parameters[:_NUM_FACTORS])
+    ]
     gate_a, _, up_a, *_ = parameters
     if gate_a is not None and up_a is not None:
         if apart and gate_a.data_ptr() == up_a.data_ptr():
@@ -262,8 +274,9 @@ def _adjacent(tensor: torch.Tensor) -> torch.Tensor:
 
 # PEFT keeps B of all experts as [out, r, E]: seen by expert, each element lies on a cache line of its own,
 # and torch copies such permutations element by element. Turned as one matrix [out r, E], both ways are some
-# 10 times faster. (peft 0.18 has A [in, r, E] instead, gpt-oss every second row.) Only the parameter itself is
-# saved for backward, never the turned copy.
+# 10 times faster, and the operator does so with all its threads, where torch has one. (peft 0.18 has
+# A [in, r, E] instead, gpt-oss every second row.) Only the parameter itself is saved for backward, never the
+# turned copy.
 
 
 def _has_expert_last(factor: torch.Tensor) -> bool:
@@ -276,25 +289,54 @@ def _has_columns_outside(factor: torch.Tensor) -> bool:
     return factor.stride(2) > factor.stride(1)
 
 
-def _by_expert(factor: torch.Tensor) -> torch.Tensor:
+def _is_to_be_turned(factor: torch.Tensor) -> bool:
+    # What the operator does not take is left to it to refuse.
+    can_be = factor.dim() == 3 and factor.dtype in (torch.bfloat16, torch.float32)
+    return can_be and factor.device.type == "cpu" and _has_expert_last(factor)
+
+
+def _by_expert(factor: torch.Tensor, operator: _core.SftMoe, room: Rooms, number: int) -> torch.Tensor:
     """The factor ``[E, rows, cols]`` with each expert's matrix in one piece."""
-    if factor.dim() != 3 or not _has_expert_last(factor):
+    if not _is_to_be_turned(factor):
         return factor
     if _has_columns_outside(factor):
-        return _by_expert(factor.transpose(1, 2)).transpose(1, 2)
+        return _by_expert(factor.transpose(1, 2), operator, room, number).transpose(1, 2)
     experts, rows, cols = factor.shape
-    return factor.detach().permute(1, 2, 0).reshape(rows * cols, experts).t().contiguous().view(factor.shape)
+    matrix = factor.detach().permute(1, 2, 0).reshape(rows * cols, experts)
+    turned = room.tensor(number, (experts, rows * cols), factor.dtype)
+    operator.transpose(matrix, turned)
+    return turned.view(factor.shape)
 
 
-def laid_out_like(factor: torch.Tensor, grad: torch.Tensor) -> torch.Tensor:
+def _rooms_for_gradients(
+    parameters: Sequence[torch.Tensor | None], wanted: Sequence[bool], room: Rooms
+) -> list[torch.Tensor | None]:
+    """Where the operator puts gradients that are turned afterwards, in the order of ``wanted``."""
+    given: list[torch.Tensor | None] = [None] * len(wanted)
+    for number, factor in enumerate(parameters[:_NUM_FACTORS]):
+        at = len(_BEFORE_FACTORS) + number
+        if factor is not None and wanted[at] and _is_to_be_turned(factor):
+            given[at] = room.tensor(_NUM_FACTORS + number, factor.shape, factor.dtype)
+    return given
+
+
+def laid_out_like(
+    factor: torch.Tensor, grad: torch.Tensor, operator: _core.SftMoe | None = None
+) -> torch.Tensor:
     """A contiguous gradient ``[E, rows, cols]`` in the order of its factor's strides, so that autograd need not
-    copy it."""
+    copy it. Without an operator torch turns it, as where a graph is traced."""
     if grad.dim() != 3 or not _has_expert_last(factor):
         return grad
     if _has_columns_outside(factor):
-        return laid_out_like(factor.transpose(1, 2), grad.transpose(1, 2)).transpose(1, 2)
+        return laid_out_like(factor.transpose(1, 2), grad.transpose(1, 2), operator).transpose(1, 2)
     experts, rows, cols = factor.shape
-    return grad.reshape(experts, rows * cols).t().contiguous().view(rows, cols, experts).permute(2, 0, 1)
+    matrix = grad.reshape(experts, rows * cols)
+    if operator is None:
+        turned = matrix.t().contiguous()
+    else:
+        turned = matrix.new_empty(rows * cols, experts)
+        operator.transpose(matrix, turned)
+    return turned.view(rows, cols, experts).permute(2, 0, 1)
 
 
 def sft_moe(

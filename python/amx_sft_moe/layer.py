@@ -3,9 +3,11 @@ workspace."""
 
 from __future__ import annotations
 
+import math
 import threading
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -66,6 +68,23 @@ class ExpertBiases:
         return self.gate_bias, self.up_bias, self.down_bias, self.gate_up_bias
 
 
+class Rooms:
+    """Memory for what lives during one call. It is kept for the next one: memory that is new costs a page fault
+    for every 4 KiB, which takes longer than writing to them."""
+
+    def __init__(self) -> None:
+        self._memory: dict[int, torch.Tensor] = {}
+
+    def tensor(self, room: int, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+        """A contiguous tensor in a room, which it has to itself, without values."""
+        count = math.prod(shape)
+        needed = -(-count * dtype.itemsize // torch.float32.itemsize)
+        memory = self._memory.get(room)
+        if memory is None or memory.numel() < needed:
+            memory = self._memory[room] = torch.empty(needed, dtype=torch.float32, device="cpu")
+        return memory.view(dtype)[:count].view(*shape)
+
+
 class _ThreadState(threading.local):
     """What one thread uses for all its layers. Layers of a model run one after another, so they share scratch
     memory; two threads never do."""
@@ -77,9 +96,21 @@ class _ThreadState(threading.local):
             weakref.WeakKeyDictionary()
         )
         self.collects_times = False
+        self.rooms: Rooms | None = None
 
 
 _of_this_thread = _ThreadState()
+
+
+@contextmanager
+def rooms() -> Iterator[Rooms]:
+    """The calling thread's, for one call. One within another, as a profiler's callback could make it, has rooms
+    of its own."""
+    taken, _of_this_thread.rooms = _of_this_thread.rooms or Rooms(), None
+    try:
+        yield taken
+    finally:
+        _of_this_thread.rooms = taken
 
 
 def collect_times(wanted: bool) -> None:

@@ -131,6 +131,7 @@ void bind_operator(py::module_& m) {
       .def("backward", &Operator::backward)
       .def("forward_saved", &Operator::forward_saved)
       .def("backward_saved", &Operator::backward_saved)
+      .def("transpose", &Operator::transpose)
       .def("clear", &Operator::clear)
       .def("last_times", &Operator::last_times)
       .def("last_dump", &Operator::last_dump)

@@ -5,6 +5,7 @@
 #include "allocate.hpp"
 #include "amx_sft_moe/operator/validate.hpp"
 #include "times.hpp"
+#include "transpose.hpp"
 
 namespace amx_sft_moe::python {
 
@@ -171,7 +172,8 @@ py::tuple Operator::forward_saved(py::handle x, py::handle expert_ids, py::handl
 
 py::tuple Operator::backward_saved(py::handle x, py::handle expert_ids, py::handle routing_weights,
                                    py::handle saved_object, py::handle grad_y_object, const LoraObjects& lora,
-                                   const BiasObjects& biases, const std::array<bool, kGradientCount>& needs) {
+                                   const BiasObjects& biases, const std::array<bool, kGradientCount>& needs,
+                                   const std::array<py::object, kGradientCount>& given) {
   const Guard guard(in_use_, "backward");
   AnySftMoe& moe = ready();
   const InputTensors in(x, expert_ids, routing_weights, config_);
@@ -189,9 +191,10 @@ py::tuple Operator::backward_saved(py::handle x, py::handle expert_ids, py::hand
   const auto source = [&](std::size_t slot, std::string_view name, DType dtype,
                           std::initializer_list<index_t> shape) -> std::optional<Tensor> {
     if (!needs[slot]) return std::nullopt;
-    const Tensor made = allocate(grad_y.family, dtype, shape, name);
-    results[slot] = made.owner;
-    return made;
+    const Tensor target = given[slot].is_none() ? allocate(grad_y.family, dtype, shape, name)
+                                                : read_tensor(given[slot], concat("out.", name));
+    results[slot] = target.owner;
+    return target;
   };
   const GradientTypes types{in.tokens(), in.x.dtype(), in.routing.weights.dtype()};
   const Gradients grads = bind_gradients(config_, types, parameters, base_, source);
@@ -255,6 +258,10 @@ void Operator::set_name(const std::string& name) {
   const Guard guard(in_use_, "name");
   if (moe_) moe_->set_name(name);
   config_.name = name;
+}
+
+void Operator::transpose(py::handle source, py::handle target) const {
+  python::transpose(read_tensor(source, "source"), read_tensor(target, "target"), threads_of(config_));
 }
 
 py::dict Operator::memory() {

@@ -57,11 +57,15 @@ class Operator {
   // is one flat tensor, or None where nothing is to be saved.
   py::tuple forward_saved(py::handle x, py::handle expert_ids, py::handle routing_weights,
                           const LoraObjects& lora, const BiasObjects& biases, bool save);
-  // `needs` says which gradients are wanted; returns them in that order, None where not wanted. grad_x has the
-  // element type of x.
+  // `needs` says which gradients are wanted; returns them in that order, None where not wanted. They are new, but where
+  // `given` has a tensor to be written. grad_x has the element type of x.
   py::tuple backward_saved(py::handle x, py::handle expert_ids, py::handle routing_weights, py::handle saved,
                            py::handle grad_y, const LoraObjects& lora, const BiasObjects& biases,
-                           const std::array<bool, kGradientCount>& needs);
+                           const std::array<bool, kGradientCount>& needs,
+                           const std::array<py::object, kGradientCount>& given);
+
+  // target [cols, rows] = source [rows, cols] transposed, by as many threads as a call has.
+  void transpose(py::handle source, py::handle target) const;
 
   void clear();
   index_t saved_depth();

@@ -171,8 +171,7 @@ class AMX_SFT_MOE {
 
   moe::Step<Kernel> begin_step(const Routing& routing, const SavedActivations<Stored>& saved,
                                StepTimer& timer) {
-    const int threads =
-        config_.num_threads > 0 ? config_.num_threads : std::min(parallel::default_num_threads(), kMaxThreads);
+    const int threads = threads_of(config_);
     workspace_->reserve_threads(threads);
     return {config_.hidden_size,
             config_.intermediate_size,

@@ -1,11 +1,13 @@
 // What a caller hands to the operator: its dimensions and options, and the routing of a call.
 #pragma once
 
+#include <algorithm>
 #include <optional>
 #include <string>
 
 #include "amx_sft_moe/core/activation.hpp"
 #include "amx_sft_moe/core/views.hpp"
+#include "amx_sft_moe/parallel/tasks.hpp"
 
 AMX_SFT_MOE_NAMESPACE_BEGIN
 
@@ -28,6 +30,11 @@ struct Config {
   // Record what each thread did, task by task; on in any case where a trace or a JSON dump writes it.
   bool record_spans = false;
 };
+
+// Threads of a call that begins now.
+inline int threads_of(const Config& config) {
+  return config.num_threads > 0 ? config.num_threads : std::min(parallel::default_num_threads(), kMaxThreads);
+}
 
 struct Routing {
   index_t tokens = 0;      // T >= 0
