@@ -15,7 +15,7 @@ from:
   vector     packing, epilogues, activation, sums: measured with the counting kernel on one core of the machine
              that task_costs.json names, and scaled by frequency
   bytes      each weight once per pass, activations and LoRA as tasklist.TaskList.bytes_of says
-  threads    the replay of the operator's own task list on 60 threads that share the memory's bandwidth
+  threads    the replay of the operator's own task list on all threads, which share the memory's bandwidth
 """
 
 from __future__ import annotations
@@ -186,7 +186,7 @@ def print_counts(tasks: TaskList) -> None:
     print()
 
 
-def variants_of_published() -> list[Xeon]:
+def assumed_machines() -> list[Xeon]:
     variants = []
     for xeon in XEONS:
         variants.append(xeon)
@@ -219,6 +219,8 @@ def machine_at_hand(args: argparse.Namespace) -> Xeon | None:
         return None
     if args.ghz is None or args.bandwidth is None or args.threads is None:
         raise SystemExit("amx_model.py: expected --threads, --ghz and --bandwidth together")
+    if min(args.threads, args.ghz, args.bandwidth) <= 0:
+        raise SystemExit("amx_model.py: expected --threads, --ghz and --bandwidth above 0")
     return Xeon(f"{args.threads} threads", args.ghz, args.bandwidth, reached=1.0, threads=args.threads)
 
 
@@ -228,7 +230,9 @@ def main() -> None:
     parser.add_argument("--costs", type=Path, default=tasklist.COSTS)
     parser.add_argument("--tokens", type=int, default=128)
     parser.add_argument("--spread", default="uniform", choices=("uniform", "zipf", "even"))
-    parser.add_argument("--regions", action="store_true", help="counts, and each region on the first machine")
+    parser.add_argument(
+        "--regions", action="store_true", help="counts, and each region on the first machine or the one at hand"
+    )
     parser.add_argument("--threads", type=int, help="of a machine at hand, one on each core")
     parser.add_argument("--ghz", type=float, help="of its cores")
     parser.add_argument("--bandwidth", type=float, help="GB/s that these threads read")
@@ -240,7 +244,7 @@ def main() -> None:
     if args.regions:
         print_counts(tasks)
         print_regions(estimate(tasks, vector, here or XEONS[0]))
-    print_estimates(tasks, vector, [here] if here else variants_of_published())
+    print_estimates(tasks, vector, [here] if here else assumed_machines())
     if here is None:
         print_published()
 

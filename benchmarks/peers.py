@@ -370,7 +370,9 @@ def main() -> None:
     parser.add_argument("--base-weights", action="store_true", help="gradients of the base weights too")
     parser.add_argument("--check", action="store_true", help="also each result's difference from the first's")
     args = parser.parse_args()
-    os.sched_setaffinity(0, cpus_for(args.threads, os.sched_getaffinity(0)))  # before anyone has threads
+    os.sched_setaffinity(
+        0, cpus_for(args.threads, os.sched_getaffinity(0))
+    )  # before the candidates have threads
     torch.set_num_threads(args.threads)
 
     names = [name for name in args.peers.split(",") if installed(name)]

@@ -22,11 +22,12 @@ from torch.fx.experimental.proxy_tensor import get_proxy_mode
 
 from amx_sft_moe import _core
 from amx_sft_moe.errors import ArgumentError, StateError
-from amx_sft_moe.layer import ExpertBiases, ExpertWeights, Rooms, Weight, rooms
+from amx_sft_moe.layer import ExpertBiases, ExpertWeights, Scratch, Weight, thread_scratch
 
 _NUM_FACTORS = 6
 _NO_FACTORS = (None,) * _NUM_FACTORS
-_BEFORE_FACTORS = ("x", "routing_weights")  # of the gradients
+_GATE_A, _UP_A = 0, 2
+_FIRST_FACTOR = 2  # of the gradients; before it: x, routing_weights
 _NUM_BIASES = 4
 _WEIGHTS = _NUM_FACTORS + _NUM_BIASES  # where base weights begin among the parameters of a call
 # Positions of x, routing_weights and the first factor among the inputs of _Experts; biases and base weights
@@ -111,8 +112,8 @@ def run_forward(
     each, though they may be one in memory."""
     x = _adjacent(x)
     operator = experts.operator()
-    with _ranges("forward", operator), rooms() as room:
-        core_parameters = _for_core(shared_a, apart, scaling, parameters, operator, room)
+    with _ranges("forward", operator), thread_scratch() as scratch:
+        core_parameters = _for_core(shared_a, apart, scaling, parameters, operator, scratch)
         return operator.forward_saved(x, expert_ids, routing_weights, *core_parameters, save)
 
 
@@ -132,10 +133,10 @@ def run_backward(
     """Gradients of x, the routing weights and the parameters, where ``wanted``."""
     x, grad_y = _adjacent(x), _adjacent(grad_y)
     operator = experts.operator()
-    with _ranges("backward", operator), rooms() as room:
-        core_parameters = _for_core(shared_a, apart, scaling, parameters, operator, room)
+    with _ranges("backward", operator), thread_scratch() as scratch:
+        core_parameters = _for_core(shared_a, apart, scaling, parameters, operator, scratch)
         inputs = x, expert_ids, routing_weights, saved, grad_y
-        given = _rooms_for_gradients(parameters, wanted, room)
+        given = _memory_for_gradients(parameters, wanted, scratch)
         grad_x, grad_weights, *grads = operator.backward_saved(*inputs, *core_parameters, wanted, given)
         factors = zip(parameters[:_NUM_FACTORS], grads, strict=False)
         grads[:_NUM_FACTORS] = [
@@ -246,21 +247,25 @@ def _for_core(
     scaling: Sequence[float],
     parameters: Sequence[torch.Tensor | None],
     operator: _core.SftMoe,
-    room: Rooms,
+    scratch: Scratch,
 ) -> tuple[_core.LoraFactors, _core.Biases]:
     """Factors and biases of a call as the operator takes them; its base weights it has. What is turned lies in
-    ``room``."""
-    factors = [
-        None if factor is None else _by_expert(factor, operator, room, number)
-        for number, factor in enumerate(parameters[:_NUM_FACTORS])
-    ]
-    gate_a, _, up_a, *_ = parameters
-    if gate_a is not None and up_a is not None:
-        if apart and gate_a.data_ptr() == up_a.data_ptr():
-            factors[2] = up_a.detach().clone()  # the operator goes by addresses
-        elif not apart and gate_a.dtype == up_a.dtype and gate_a.is_set_to(up_a):
-            factors[2] = factors[0]  # turned or not, the operator sees that gate and up have one A
+    ``scratch``."""
+    factors = list(parameters[:_NUM_FACTORS])
+    one = not apart and _are_one(factors[_GATE_A], factors[_UP_A])
+    for number, factor in enumerate(factors):
+        if factor is not None and not (one and number == _UP_A):
+            factors[number] = _by_expert(factor, operator, scratch, number)
+    gate_a, up_a = factors[_GATE_A], factors[_UP_A]
+    if one:
+        factors[_UP_A] = gate_a  # turned or not, the operator sees that gate and up have one A
+    elif apart and gate_a is not None and up_a is not None and gate_a.data_ptr() == up_a.data_ptr():
+        factors[_UP_A] = up_a.detach().clone()  # the operator goes by addresses
     return _core.LoraFactors(shared_a, factors, scaling), _core.Biases(parameters[_NUM_FACTORS:_WEIGHTS])
+
+
+def _are_one(gate: torch.Tensor | None, up: torch.Tensor | None) -> bool:
+    return gate is not None and up is not None and gate.dtype == up.dtype and gate.is_set_to(up)
 
 
 def _adjacent(tensor: torch.Tensor) -> torch.Tensor:
@@ -272,11 +277,10 @@ def _adjacent(tensor: torch.Tensor) -> torch.Tensor:
     return tensor
 
 
-# PEFT keeps B of all experts as [out, r, E]: seen by expert, each element lies on a cache line of its own,
-# and torch copies such permutations element by element. Turned as one matrix [out r, E], both ways are some
-# 10 times faster, and the operator does so with all its threads, where torch has one. (peft 0.18 has
-# A [in, r, E] instead, gpt-oss every second row.) Only the parameter itself is saved for backward, never the
-# turned copy.
+# PEFT keeps B of all experts as [out, r, E]: seen by expert, each element lies on a cache line of its own. As
+# one matrix [out r, E] that is transposed torch turns it some 10 times as fast as by that permutation, on one
+# thread; the operator does it with all of its threads. (peft 0.18 has A [in, r, E] instead, gpt-oss every
+# second row.) Only the parameter itself is saved for backward, never the turned copy.
 
 
 def _has_expert_last(factor: torch.Tensor) -> bool:
@@ -290,33 +294,33 @@ def _has_columns_outside(factor: torch.Tensor) -> bool:
 
 
 def _is_to_be_turned(factor: torch.Tensor) -> bool:
-    # What the operator does not take is left to it to refuse.
-    can_be = factor.dim() == 3 and factor.dtype in (torch.bfloat16, torch.float32)
+    # What the operator does not take is left to it to refuse, by its name.
+    can_be = factor.dim() == 3 and factor.dtype in (torch.bfloat16, torch.float32) and not factor.is_neg()
     return can_be and factor.device.type == "cpu" and _has_expert_last(factor)
 
 
-def _by_expert(factor: torch.Tensor, operator: _core.SftMoe, room: Rooms, number: int) -> torch.Tensor:
+def _by_expert(factor: torch.Tensor, operator: _core.SftMoe, scratch: Scratch, number: int) -> torch.Tensor:
     """The factor ``[E, rows, cols]`` with each expert's matrix in one piece."""
     if not _is_to_be_turned(factor):
         return factor
     if _has_columns_outside(factor):
-        return _by_expert(factor.transpose(1, 2), operator, room, number).transpose(1, 2)
+        return _by_expert(factor.transpose(1, 2), operator, scratch, number).transpose(1, 2)
     experts, rows, cols = factor.shape
     matrix = factor.detach().permute(1, 2, 0).reshape(rows * cols, experts)
-    turned = room.tensor(number, (experts, rows * cols), factor.dtype)
+    turned = scratch.tensor(number, (experts, rows * cols), factor.dtype)
     operator.transpose(matrix, turned)
     return turned.view(factor.shape)
 
 
-def _rooms_for_gradients(
-    parameters: Sequence[torch.Tensor | None], wanted: Sequence[bool], room: Rooms
+def _memory_for_gradients(
+    parameters: Sequence[torch.Tensor | None], wanted: Sequence[bool], scratch: Scratch
 ) -> list[torch.Tensor | None]:
     """Where the operator puts gradients that are turned afterwards, in the order of ``wanted``."""
     given: list[torch.Tensor | None] = [None] * len(wanted)
     for number, factor in enumerate(parameters[:_NUM_FACTORS]):
-        at = len(_BEFORE_FACTORS) + number
+        at = _FIRST_FACTOR + number
         if factor is not None and wanted[at] and _is_to_be_turned(factor):
-            given[at] = room.tensor(_NUM_FACTORS + number, factor.shape, factor.dtype)
+            given[at] = scratch.tensor(_NUM_FACTORS + number, factor.shape, factor.dtype)
     return given
 
 

@@ -68,20 +68,23 @@ class ExpertBiases:
         return self.gate_bias, self.up_bias, self.down_bias, self.gate_up_bias
 
 
-class Rooms:
+class Scratch:
     """Memory for what lives during one call. It is kept for the next one: memory that is new costs a page fault
     for every 4 KiB, which takes longer than writing to them."""
 
     def __init__(self) -> None:
         self._memory: dict[int, torch.Tensor] = {}
 
-    def tensor(self, room: int, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-        """A contiguous tensor in a room, which it has to itself, without values."""
+    def tensor(self, slot: int, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+        """A contiguous tensor, the only one in its slot, without values."""
         count = math.prod(shape)
         needed = -(-count * dtype.itemsize // torch.float32.itemsize)
-        memory = self._memory.get(room)
+        memory = self._memory.pop(slot, None)
         if memory is None or memory.numel() < needed:
-            memory = self._memory[room] = torch.empty(needed, dtype=torch.float32, device="cpu")
+            del memory  # before there is more of it
+            memory = torch.empty(needed, dtype=torch.float32, device="cpu")
+        if type(memory) is torch.Tensor:  # and not what a mode of torch makes of it, such as FakeTensorMode
+            self._memory[slot] = memory
         return memory.view(dtype)[:count].view(*shape)
 
 
@@ -96,21 +99,21 @@ class _ThreadState(threading.local):
             weakref.WeakKeyDictionary()
         )
         self.collects_times = False
-        self.rooms: Rooms | None = None
+        self.scratch: Scratch | None = None
 
 
 _of_this_thread = _ThreadState()
 
 
 @contextmanager
-def rooms() -> Iterator[Rooms]:
-    """The calling thread's, for one call. One within another, as a profiler's callback could make it, has rooms
-    of its own."""
-    taken, _of_this_thread.rooms = _of_this_thread.rooms or Rooms(), None
+def thread_scratch() -> Iterator[Scratch]:
+    """The calling thread's, for one call. One within another, as a profiler's callback could make it, has its
+    own."""
+    taken, _of_this_thread.scratch = _of_this_thread.scratch or Scratch(), None
     try:
         yield taken
     finally:
-        _of_this_thread.rooms = taken
+        _of_this_thread.scratch = taken
 
 
 def collect_times(wanted: bool) -> None:

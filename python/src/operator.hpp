@@ -58,7 +58,7 @@ class Operator {
   py::tuple forward_saved(py::handle x, py::handle expert_ids, py::handle routing_weights,
                           const LoraObjects& lora, const BiasObjects& biases, bool save);
   // `needs` says which gradients are wanted; returns them in that order, None where not wanted. They are new, but where
-  // `given` has a tensor to be written. grad_x has the element type of x.
+  // `given` has a tensor to be written, of memory that nobody else sees. grad_x has the element type of x.
   py::tuple backward_saved(py::handle x, py::handle expert_ids, py::handle routing_weights, py::handle saved,
                            py::handle grad_y, const LoraObjects& lora, const BiasObjects& biases,
                            const std::array<bool, kGradientCount>& needs,

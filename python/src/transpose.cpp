@@ -3,16 +3,17 @@
 #include <algorithm>
 #include <array>
 #include <cstring>
+#include <type_traits>
 
 #include "amx_sft_moe/parallel/tasks.hpp"
 
 namespace amx_sft_moe::python {
 namespace {
 
-// A square whose rows are one cache line: each line of source and target is touched once.
+// A square whose rows are as long as a cache line: where rows begin with lines, each is read and written once.
 template <class T>
 inline constexpr index_t kSide = index_t{kCacheLine} / index_t{sizeof(T)};
-// Rows and columns of a task: source and target of it stay in L2.
+// Rows and columns of a task: 256 KiB of fp32 that are read and as many that are written.
 constexpr index_t kTaskSide = 256;
 
 template <class T>
@@ -21,26 +22,39 @@ struct Matrix {
   index_t rows, cols, stride;
 };
 
-// A square from `from` on; its sides are constants, so that the compiler moves lines in vectors.
+// kSide rows of `cols` from `from` on, by way of a square in L1: what lies far apart is moved in whole lines.
 template <class T>
-void transpose_square(const T* from, index_t from_stride, T* to, index_t to_stride) {
+inline void transpose_lines(const T* from, index_t from_stride, T* to, index_t to_stride, std::size_t cols) {
   constexpr auto kSize = static_cast<std::size_t>(kSide<T>);
   std::array<std::array<T, kSize>, kSize> square;
   for (std::size_t i = 0; i < kSize; ++i) {
-    std::memcpy(square[i].data(), from + static_cast<index_t>(i) * from_stride, sizeof(square[i]));
+    std::memcpy(square[i].data(), from + static_cast<index_t>(i) * from_stride, cols * sizeof(T));
   }
-  for (std::size_t j = 0; j < kSize; ++j) {
+  for (std::size_t j = 0; j < cols; ++j) {
     std::array<T, kSize> line;
     for (std::size_t i = 0; i < kSize; ++i) line[i] = square[i][j];
     std::memcpy(to + static_cast<index_t>(j) * to_stride, line.data(), sizeof(line));
   }
 }
 
-// What is left of a square at an edge.
+// At most a square, element by element.
 template <class T>
-void transpose_rest(const T* from, index_t from_stride, T* to, index_t to_stride, index_t rows, index_t cols) {
+void transpose_elements(const T* from, index_t from_stride, T* to, index_t to_stride, index_t rows,
+                        index_t cols) {
   for (index_t i = 0; i < rows; ++i) {
     for (index_t j = 0; j < cols; ++j) to[j * to_stride + i] = from[i * from_stride + j];
+  }
+}
+
+template <class T>
+void transpose_square(const T* from, index_t from_stride, T* to, index_t to_stride, index_t rows,
+                      index_t cols) {
+  if (rows == kSide<T> && cols == kSide<T>) {  // a constant, so that the compiler moves lines in vectors
+    transpose_lines(from, from_stride, to, to_stride, static_cast<std::size_t>(kSide<T>));
+  } else if (rows == kSide<T> && 4 * cols > kSide<T>) {
+    transpose_lines(from, from_stride, to, to_stride, static_cast<std::size_t>(cols));
+  } else {
+    transpose_elements(from, from_stride, to, to_stride, rows, cols);
   }
 }
 
@@ -48,7 +62,7 @@ template <class T>
 void transpose_typed(const Matrix<const T>& source, const Matrix<T>& target, int threads) {
   const index_t across = ceil_div(source.cols, kTaskSide);
   const index_t tasks = ceil_div(source.rows, kTaskSide) * across;
-  parallel::run_tasks(threads, tasks, [&](int) {
+  parallel::run_tasks(tasks > 1 ? threads : 1, tasks, [&](int) {
     return [&](index_t task) {
       const index_t row_begin = task / across * kTaskSide;
       const index_t col_begin = task % across * kTaskSide;
@@ -58,13 +72,8 @@ void transpose_typed(const Matrix<const T>& source, const Matrix<T>& target, int
         for (index_t row = row_begin; row < row_end; row += kSide<T>) {
           const T* from = source.data + row * source.stride + col;
           T* to = target.data + col * target.stride + row;
-          const index_t rows = std::min(kSide<T>, row_end - row);
-          const index_t cols = std::min(kSide<T>, col_end - col);
-          if (rows == kSide<T> && cols == kSide<T>) {
-            transpose_square(from, source.stride, to, target.stride);
-          } else {
-            transpose_rest(from, source.stride, to, target.stride, rows, cols);
-          }
+          transpose_square(from, source.stride, to, target.stride, std::min(kSide<T>, row_end - row),
+                           std::min(kSide<T>, col_end - col));
         }
       }
     };

@@ -1,22 +1,25 @@
-"""The operator's transpose, and the rooms in which factors with the expert last are turned."""
+"""The operator's transpose, and the memory in which factors with the expert last are turned."""
 
 from __future__ import annotations
 
-import gc
+import threading
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from amx_sft_moe import _core
 from amx_sft_moe.errors import ArgumentError
-from amx_sft_moe.layer import Rooms, rooms
+from amx_sft_moe.layer import Scratch, thread_scratch
 from cases import Sizes
 from reference import FACTORS, make_layer
 from test_nn import call, frozen, leaves_of
 
+# Of a square's side (16 fp32, 32 bf16) and a task's (256) less, as much, more, a multiple.
 SIZES = [(1, 1), (1, 7), (7, 1), (16, 16), (32, 64), (31, 33), (255, 257), (600, 3), (3, 600), (513, 300)]
+SIZES += [(300, 12), (300, 24), (24, 300), (64, 60), (60, 64)]
 
 
 def operator(threads: int = 2) -> _core.SftMoe:
@@ -49,10 +52,23 @@ def test_rows_apart() -> None:
 
 
 def test_payloads_of_nan_and_signs_of_zero_stay() -> None:
-    bits = torch.tensor([[0x7FC00001, -0x80000000, 1], [-0x3FFFFF, 0x7F800001, 0]], dtype=torch.int32)
-    target = torch.empty(3, 2)
+    bits = torch.arange(40 * 36, dtype=torch.int32).view(40, 36)
+    bits[::3] += 0x7F800001  # quiet and signalling NaN
+    bits[1::3] -= 0x80000000
+    target = torch.empty(36, 40)
     operator().transpose(bits.view(torch.float32), target)
     assert torch.equal(target.view(torch.int32), bits.t())
+
+
+def test_many_threads_with_one_operator() -> None:
+    shared, source = operator(), numbers(600, 300, torch.float32)
+    targets = [torch.empty(300, 600) for _ in range(8)]
+    threads = [threading.Thread(target=shared.transpose, args=(source, target)) for target in targets]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert all(torch.equal(target, source.t()) for target in targets)
 
 
 def test_nothing_to_turn() -> None:
@@ -76,8 +92,8 @@ def test_refused(source: Tensor, target: Tensor, error: type[Exception], message
         operator().transpose(source, target)
 
 
-def test_rooms_are_kept_and_grow() -> None:
-    made = Rooms()
+def test_memory_is_kept_and_grows() -> None:
+    made = Scratch()
     first = made.tensor(0, (3, 5), torch.float32)
     first.fill_(1.0)
     assert made.tensor(0, (2, 2), torch.bfloat16).data_ptr() == first.data_ptr()
@@ -89,11 +105,15 @@ def test_rooms_are_kept_and_grow() -> None:
     assert torch.equal(first, torch.ones(3, 5)), "who still has the smaller one keeps it"
 
 
-def test_a_call_within_a_call_has_its_own_rooms() -> None:
-    with rooms() as outer, rooms() as inner:
+def test_a_call_within_a_call_has_its_own_memory() -> None:
+    with thread_scratch() as outer, thread_scratch() as inner:
         assert outer is not inner
-    with rooms() as again:
+    with thread_scratch() as again:
         assert again is outer
+    with pytest.raises(RuntimeError, match="of the call"), thread_scratch():
+        raise RuntimeError("of the call")
+    with thread_scratch() as again:
+        assert again is outer, "it comes back after an exception"
 
 
 def expert_last(layer: Any) -> dict[str, Tensor]:
@@ -105,38 +125,91 @@ def expert_last(layer: Any) -> dict[str, Tensor]:
     }
 
 
-def test_layers_of_other_sizes_take_turns_in_the_rooms() -> None:
-    """Forwards of all, then backwards of all: what one layer left in the rooms is not taken for another's."""
-    sizes = [Sizes(experts=5, ranks=(3, 3, 1)), Sizes(experts=4, hidden=64, ranks=(8, 8, 8)), Sizes(experts=3)]
+def poison() -> None:
+    """What a call left behind becomes NaN."""
+    with thread_scratch() as scratch:
+        for memory in scratch._memory.values():
+            memory.fill_(float("nan"))
+
+
+def expected_of(layer: Any) -> tuple[Tensor, ...]:
+    leaves = leaves_of(layer)
+    return torch.autograd.grad(call(frozen(layer), layer, leaves), leaves.values(), layer.grad_y)
+
+
+def assert_same(found: tuple[Tensor, ...], expected: tuple[Tensor, ...]) -> None:
+    for grad, wanted in zip(found, expected, strict=True):
+        assert torch.equal(grad, wanted)
+
+
+def test_layers_of_other_sizes_take_turns() -> None:
+    """Forwards of all, then backwards of all: what one layer left is not taken for another's, nor for the
+    gradient of an expert without tokens, nor where there are none."""
+    sizes = [
+        Sizes(experts=5, ranks=(3, 3, 1)),
+        Sizes(experts=4, hidden=64, ranks=(8, 8, 8)),
+        Sizes(experts=16, tokens=2),
+        Sizes(experts=3, tokens=0),
+    ]
     layers = [make_layer(size) for size in sizes]
-    expected = [
-        torch.autograd.grad(call(frozen(layer), layer, leaves), leaves.values(), layer.grad_y)
-        for layer in layers
-        for leaves in [leaves_of(layer)]
-    ]
+    expected = [expected_of(layer) for layer in layers]
     stored = [expert_last(layer) for layer in layers]
-    outputs = [call(frozen(layer), layer, leaves) for layer, leaves in zip(layers, stored, strict=True)]
-    gc.collect()
-    found = [
-        torch.autograd.grad(y, leaves.values(), layer.grad_y)
-        for y, leaves, layer in zip(outputs, stored, layers, strict=True)
-    ]
-    for mine, theirs in zip(found, expected, strict=True):
-        for grad, wanted in zip(mine, theirs, strict=True):
-            assert torch.equal(grad, wanted)
+    outputs = []
+    for layer, leaves in zip(layers, stored, strict=True):
+        outputs.append(call(frozen(layer), layer, leaves))
+        poison()
+    for y, leaves, layer, wanted in zip(outputs, stored, layers, expected, strict=True):
+        found = torch.autograd.grad(y, leaves.values(), layer.grad_y)
+        poison()
+        assert_same(found, wanted)
 
 
-def test_rooms_made_in_inference_mode() -> None:
+def test_memory_of_inference_mode() -> None:
     layer = make_layer(Sizes(experts=5, tokens=9))
-    leaves = expert_last(layer)
-    experts = frozen(layer)
-    with rooms() as taken:
-        taken._memory.clear()
-    with torch.inference_mode():
-        expected = call(experts, layer, leaves).clone()
+    leaves, experts = expert_last(layer), frozen(layer)
+    with thread_scratch() as scratch:
+        scratch._memory.clear()
     y = call(experts, layer, leaves)
-    assert torch.equal(y, expected)
-    y.backward(layer.grad_y)
+    with thread_scratch() as scratch:
+        scratch._memory.clear()
+    with torch.inference_mode():
+        assert torch.equal(call(experts, layer, leaves), y)
+        for slot in range(12):  # those of gradients too
+            with thread_scratch() as scratch:
+                scratch.tensor(slot, (5, 5000), torch.float32)
+    assert_same(torch.autograd.grad(y, leaves.values(), layer.grad_y), expected_of(layer))
+
+
+def test_what_a_mode_of_torch_makes_is_not_kept() -> None:
+    """A call under FakeTensorMode fails; the next one outside of it does not."""
+    layer = make_layer(Sizes(experts=5))
+    leaves, experts = expert_last(layer), frozen(layer)
+    with thread_scratch() as scratch:
+        scratch._memory.clear()
+    with FakeTensorMode(allow_non_fake_inputs=True), pytest.raises(ArgumentError):
+        call(experts, layer, leaves)
+    y = call(experts, layer, leaves)
+    assert_same(torch.autograd.grad(y, leaves.values(), layer.grad_y), expected_of(layer))
+
+
+def test_one_a_of_gate_and_up_is_turned_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    layer = make_layer(Sizes(experts=5))
+    leaves, experts = expert_last(layer), frozen(layer)
+    slots: list[int] = []
+    tensor = Scratch.tensor
+    monkeypatch.setattr(
+        Scratch, "tensor", lambda self, slot, *rest: slots.append(slot) or tensor(self, slot, *rest)
+    )
+    call(experts, layer, leaves | {"up_lora_a": leaves["gate_lora_a"]})
+    assert slots == [0, 1, 3, 4, 5]
+
+
+def test_a_negative_factor_is_refused_by_name() -> None:
+    layer = make_layer(Sizes(experts=5))
+    leaves = expert_last(layer)
+    negative = torch._neg_view(leaves["gate_lora_b"].detach())
+    with pytest.raises(ArgumentError, match="gate_lora_b: expected a tensor without the negative bit"):
+        call(frozen(layer), layer, leaves | {"gate_lora_b": negative})
 
 
 def test_factors_of_other_types_are_refused_by_name() -> None:
