@@ -10,7 +10,7 @@ WORKERS := -n logical --maxprocesses 4 --dist worksteal
 CLANG := -DCMAKE_C_COMPILER=clang-19 -DCMAKE_CXX_COMPILER=clang++-19
 # At -O2 -g an instrumented kernel takes GCC minutes to compile; at -O1 with line tables, half a minute.
 SANITIZED := -DCMAKE_BUILD_TYPE=RelWithDebInfo -DCMAKE_CXX_FLAGS_RELWITHDEBINFO="-O1 -g1"
-CALLING_THE_OPERATOR := arguments biases hypothesis hypothesis_calls layouts nan numpy operator state
+CALLING_THE_OPERATOR := arguments biases hypothesis hypothesis_calls layouts nan numpy operator state transpose
 FUZZ_CALLS ?= 200000
 SUDO := $(shell [ "$$(id -u)" = 0 ] || echo sudo)
 # The release that the package is tested with. With an index of CPU builds (PIP_EXTRA_INDEX_URL) and
