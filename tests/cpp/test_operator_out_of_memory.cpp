@@ -40,8 +40,8 @@ class OperatorOutOfMemory : public KernelTest<Kernel> {
 
   // Runs `call` on a fresh operator from `make` with its first, second, ... allocation failing, until one run
   // needs no further; of oneDNN's tens of thousands, more where threads share the tasks more evenly, each 53rd. After
-  // each call that throws `expect_unharmed(moe)` is called,
-  // after each that does without the memory `expect_done(moe)`. Returns how many allocations there were.
+  // each call that throws `expect_unharmed(moe)` is called, after each that does without the memory
+  // `expect_done(moe)`. Returns how many allocations there were.
   template <class Make, class Call, class Check, class Done>
   static int fail_each_allocation(Make&& make, Call&& call, Check&& expect_unharmed, Done&& expect_done) {
     for (int at = 0; at < 200000; at += kIsOneDnn<Kernel> ? 53 : 1) {

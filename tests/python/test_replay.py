@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import re
 import sys
 from collections.abc import Callable
@@ -194,3 +195,23 @@ def test_lists_hold_every_row_and_column(spread: str) -> None:
     counted = sum(p["tdpbf16ps"] for p in by_name["grad_gate_up"].phases)
     modelled = sum(amx_model.products_of(tasks, "grad_gate_up", t) for t in by_name["grad_gate_up"].tasks)
     assert modelled == pytest.approx(counted, rel=0.01)
+
+
+def test_a_machine_at_hand_is_told_as_a_whole() -> None:
+    def of(**given: float | None) -> amx_model.Xeon | None:
+        options = {"threads": None, "ghz": None, "bandwidth": None} | given
+        return amx_model.machine_at_hand(argparse.Namespace(**options))
+
+    assert of() is None
+    here = of(threads=8, ghz=2.5, bandwidth=84.0)
+    assert here is not None
+    assert (here.threads, here.ghz, here.bytes_per_ns) == (8, 2.5, 84.0)
+    for given in (
+        {"threads": 8, "ghz": 2.5},
+        {"threads": 8, "bandwidth": 84.0},
+        {"ghz": 2.5, "bandwidth": 84.0},
+    ):
+        with pytest.raises(SystemExit, match="together"):
+            of(**given)
+    with pytest.raises(SystemExit, match="above 0"):
+        of(threads=0, ghz=2.5, bandwidth=84.0)
