@@ -1,6 +1,7 @@
 """Times steps of the operator of several source trees beside one another, in one process:
 
-    python benchmarks/compare_steps.py ../before . [--kernel avx2] [--layer mixtral] [--tokens 128 512]
+    python benchmarks/compare_steps.py ../before . [--kernel avx2] [--layer mixtral] [--spread zipf] \
+        [--tokens 128 512]
 
 As compare_trees.py does for GEMM forms: programs that run one after the other differ by the pages that they
 get, by up to a tenth. Here the trees' operators take turns over the same weights; in its turn each makes two
@@ -26,11 +27,15 @@ Times = tuple[float, float, float]
 class Steppers:
     """An operator of each library over one layer."""
 
-    def __init__(self, libraries: list[ctypes.CDLL], layer: str, tokens: int, threads: int) -> None:
+    def __init__(
+        self, libraries: list[ctypes.CDLL], layer: str, spread: str, tokens: int, threads: int
+    ) -> None:
         self.libraries = libraries
         for library in libraries:
             library.new_layer.restype = library.new_stepper.restype = ctypes.c_void_p
-        self.layer = ctypes.c_void_p(libraries[0].new_layer(layer.encode(), ctypes.c_int64(tokens)))
+        self.layer = ctypes.c_void_p(
+            libraries[0].new_layer(layer.encode(), ctypes.c_int64(tokens), spread == "zipf")
+        )
         if self.layer.value is None:
             sys.exit(f"--layer {layer}: no such layer in benchmarks/layer.hpp")
         self.steppers = [ctypes.c_void_p(library.new_stepper(self.layer, threads)) for library in libraries]
@@ -56,6 +61,7 @@ def main() -> None:
     parser.add_argument("trees", nargs="+", type=Path, help="checkouts; ratios are to the first")
     parser.add_argument("--kernel", choices=KERNELS, default="avx512")
     parser.add_argument("--layer", default="qwen3-30b-a3b", help="one of benchmarks/layer.hpp")
+    parser.add_argument("--spread", choices=("uniform", "zipf"), default="uniform", help="of the routes")
     parser.add_argument("--tokens", nargs="+", type=int, default=[8, 128, 512])
     parser.add_argument("--threads", type=int, default=os.cpu_count())
     parser.add_argument("--turns", type=int, default=15)
@@ -65,9 +71,9 @@ def main() -> None:
         # One program for all: they share the layer that it makes.
         program = Path(__file__).with_name("step_library.cpp")
         libraries = [build(tree, args.kernel, Path(folder), program) for tree in args.trees]
-    print(f"{args.layer}, {args.kernel}, {args.threads} threads, {args.turns} turns")
+    print(f"{args.layer}, {args.spread}, {args.kernel}, {args.threads} threads, {args.turns} turns")
     for tokens in args.tokens:
-        layer = Steppers(libraries, args.layer, tokens, args.threads)
+        layer = Steppers(libraries, args.layer, args.spread, tokens, args.threads)
         times = compare(libraries, layer.steppers, args.turns)
         layer.free()
         for tree, own in zip(args.trees, times, strict=True):

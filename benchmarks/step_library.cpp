@@ -40,9 +40,11 @@ void step(Stepper& stepper, double* seconds) {
 extern "C" {
 
 // A layer of a published model, nullptr where `shape` names none.
-const bench::Layer* new_layer(const char* shape, index_t tokens) {
+const bench::Layer* new_layer(const char* shape, index_t tokens, bool zipf) {
   const bench::LayerShape* named = bench::shape_named(shape);
-  return named == nullptr ? nullptr : new bench::Layer(*named, tokens);
+  bench::LayerOptions options;
+  options.spread = zipf ? bench::Spread::kZipf : bench::Spread::kUniform;
+  return named == nullptr ? nullptr : new bench::Layer(*named, tokens, options);
 }
 
 void free_layer(const bench::Layer* layer) {

@@ -136,7 +136,7 @@ def run_backward(
     with _ranges("backward", operator), thread_scratch() as scratch:
         core_parameters = _for_core(shared_a, apart, scaling, parameters, operator, scratch)
         inputs = x, expert_ids, routing_weights, saved, grad_y
-        given = _memory_for_gradients(parameters, wanted, scratch)
+        given = _memory_for_gradients(parameters, wanted, apart, scratch)
         grad_x, grad_weights, *grads = operator.backward_saved(*inputs, *core_parameters, wanted, given)
         factors = zip(parameters[:_NUM_FACTORS], grads, strict=False)
         grads[:_NUM_FACTORS] = [
@@ -252,7 +252,7 @@ def _for_core(
     """Factors and biases of a call as the operator takes them; its base weights it has. What is turned lies in
     ``scratch``."""
     factors = list(parameters[:_NUM_FACTORS])
-    one = not apart and _are_one(factors[_GATE_A], factors[_UP_A])
+    one = _has_one_a(factors, apart)
     for number, factor in enumerate(factors):
         if factor is not None and not (one and number == _UP_A):
             factors[number] = _by_expert(factor, operator, scratch, number)
@@ -264,8 +264,12 @@ def _for_core(
     return _core.LoraFactors(shared_a, factors, scaling), _core.Biases(parameters[_NUM_FACTORS:_WEIGHTS])
 
 
-def _are_one(gate: torch.Tensor | None, up: torch.Tensor | None) -> bool:
-    return gate is not None and up is not None and gate.dtype == up.dtype and gate.is_set_to(up)
+def _has_one_a(factors: Sequence[torch.Tensor | None], apart: bool) -> bool:
+    """Whether gate and up have one A and one gradient of it, which is gate's."""
+    gate, up = factors[_GATE_A], factors[_UP_A]
+    if apart or gate is None or up is None:
+        return False
+    return gate.dtype == up.dtype and gate.is_set_to(up)
 
 
 def _adjacent(tensor: torch.Tensor) -> torch.Tensor:
@@ -313,12 +317,15 @@ def _by_expert(factor: torch.Tensor, operator: _core.SftMoe, scratch: Scratch, n
 
 
 def _memory_for_gradients(
-    parameters: Sequence[torch.Tensor | None], wanted: Sequence[bool], scratch: Scratch
+    parameters: Sequence[torch.Tensor | None], wanted: Sequence[bool], apart: bool, scratch: Scratch
 ) -> list[torch.Tensor | None]:
     """Where the operator puts gradients that are turned afterwards, in the order of ``wanted``."""
     given: list[torch.Tensor | None] = [None] * len(wanted)
+    one = _has_one_a(parameters, apart)
     for number, factor in enumerate(parameters[:_NUM_FACTORS]):
         at = _FIRST_FACTOR + number
+        if one and number == _UP_A:
+            continue
         if factor is not None and wanted[at] and _is_to_be_turned(factor):
             given[at] = scratch.tensor(_NUM_FACTORS + number, factor.shape, factor.dtype)
     return given

@@ -4,6 +4,8 @@ operator and autograd do hold."""
 from __future__ import annotations
 
 import io
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -24,7 +26,7 @@ import amx_sft_moe
 from amx_sft_moe.autograd import LoraFactors, sft_moe
 from amx_sft_moe.integrations import trained_parts, training_memory
 from amx_sft_moe.integrations.preparation import Preparation
-from amx_sft_moe.layer import ExpertWeights
+from amx_sft_moe.layer import ExpertWeights, thread_scratch
 from amx_sft_moe.nn import SftMoeExperts
 from models import EXPERTS, SIZES, add_lora, base_model
 from peft_watch import VERSION
@@ -77,6 +79,15 @@ def qwen2() -> PreTrainedModel:
         **SHARED, moe_intermediate_size=INNER, num_hidden_layers=2, num_experts=E, num_key_value_heads=2
     )
     return Qwen2MoeForCausalLM(config)
+
+
+def gpt_oss() -> PreTrainedModel:
+    """Gate and up alternate."""
+    sizes = SHARED | {"intermediate_size": INNER, "num_hidden_layers": 1, "num_local_experts": E}
+    config = GptOssConfig(**sizes, num_key_value_heads=2, num_experts_per_tok=2, layer_types=["full_attention"])
+    model = GptOssForCausalLM(config)
+    model.set_experts_implementation(OURS)
+    return model
 
 
 # --- what trains ---
@@ -316,11 +327,7 @@ def test_shapes_of_a_model_arrive_in_the_estimate(interleaved: bool) -> None:
     model = add_lora(base_model(OURS), **options)
     layers = LAYERS
     if interleaved:
-        sizes = SHARED | {"intermediate_size": INNER, "num_hidden_layers": 1, "num_local_experts": E}
-        config = GptOssConfig(
-            **sizes, num_key_value_heads=2, num_experts_per_tok=2, layer_types=["full_attention"]
-        )
-        model, layers = add_lora(GptOssForCausalLM(config), **options), 1
+        model, layers = add_lora(gpt_oss(), **options), 1
     rows = 2 * 7 * 2
     widths = 2 * INNER + 2 * 5 + 2
     expected = layers * (rows * widths * 4 + 14 * (4 * H + 2 * 12))
@@ -351,6 +358,30 @@ def test_workspace(dtype: torch.dtype) -> None:
     ranks = trained_parts.LoraOfExperts(gate=r, up=r, down=r)
     layer = training_memory.LayerShape(experts, k, hidden, inner, ranks, dtype)
     assert op.memory()["workspace_bytes"] == pytest.approx(training_memory.workspace(layer, tokens), rel=0.2)
+
+
+def bytes_kept_after(step: Callable[[], None]) -> int:
+    step()
+    with thread_scratch() as scratch:
+        return sum(memory.nbytes for memory in scratch._memory.values())
+
+
+@pytest.mark.parametrize("make", [lambda: base_model(OURS), gpt_oss], ids=["qwen3", "gpt_oss"])
+def test_turned_factors_are_what_a_thread_keeps(make: Any) -> None:
+    """PEFT's B with the expert last, and its gradients, of the largest layer."""
+    model = add_lora(make(), r=5, rank_pattern={".*down_proj": 2}).train()
+    ids = torch.arange(6)[None] % SHARED["vocab_size"]
+    with ThreadPoolExecutor(1) as new_thread:
+        kept = new_thread.submit(bytes_kept_after, lambda: model(ids).logits.sum().backward()).result()
+    assert memory(prepare(model))["adapters' factors, turned"] == kept > 0
+
+
+def test_factors_that_are_not_turned_are_not_counted() -> None:
+    model = add_lora(base_model(OURS))
+    assert "adapters' factors, turned" in memory(prepare(model))
+    model.add_adapter("second", LoraConfig(r=3, target_parameters=EXPERTS))
+    model.base_model.set_adapter(["default", "second"])
+    assert "adapters' factors, turned" not in memory(prepare(model))
 
 
 def test_gradient_checkpointing_keeps_one_layer() -> None:

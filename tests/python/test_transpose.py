@@ -200,8 +200,11 @@ def test_one_a_of_gate_and_up_is_turned_once(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(
         Scratch, "tensor", lambda self, slot, *rest: slots.append(slot) or tensor(self, slot, *rest)
     )
-    call(experts, layer, leaves | {"up_lora_a": leaves["gate_lora_a"]})
+    y = call(experts, layer, leaves | {"up_lora_a": leaves["gate_lora_a"]})
     assert slots == [0, 1, 3, 4, 5]
+    del slots[:]
+    y.sum().backward()
+    assert slots == [0, 1, 3, 4, 5, 6, 7, 9, 10, 11], "factors, then their gradients"
 
 
 def test_a_negative_factor_is_refused_by_name() -> None:

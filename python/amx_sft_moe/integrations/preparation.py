@@ -20,6 +20,7 @@ from amx_sft_moe.integrations.trained_parts import (
     SHARED,
     Part,
     RoutedExperts,
+    bytes_with_expert_last,
     is_within,
     lora_ranks,
     parts_of,
@@ -138,6 +139,8 @@ def prepare(
     memory = [
         *_state(model, parts, optimizer),
         *_activations(model, layers, tokens, gradient_checkpointing),
+        *_factors_turned(model, experts),
+        *_logits(model, layers, tokens),
     ]
     found = Preparation(
         _name(model),
@@ -237,9 +240,19 @@ def _activations(
         yield MemoryItem("saved activations of the experts", sum(saved), remark=f"{len(saved)} layers")
     scratch = max(training_memory.workspace(layer, tokens) for layer in layers)
     yield MemoryItem("workspace of the experts", scratch, remark="shared by all layers; and some MB a thread")
+
+
+def _factors_turned(model: nn.Module, experts: list[RoutedExperts]) -> Iterable[MemoryItem]:
+    factors = max(bytes_with_expert_last(one, model) for one in experts)
+    if factors > 0:
+        remark = "both B of one layer and their gradients"
+        yield MemoryItem("adapters' factors, turned", 2 * factors, remark=remark)
+
+
+def _logits(model: nn.Module, layers: list[training_memory.LayerShape], tokens: int) -> Iterable[MemoryItem]:
     get_head: Any = getattr(model, "get_output_embeddings", lambda: None)
-    if (weight := getattr(get_head(), "weight", None)) is not None:
-        logits = tokens * weight.shape[0] * (activation_bytes + 4)
+    if layers and (weight := getattr(get_head(), "weight", None)) is not None:
+        logits = tokens * weight.shape[0] * (_activation_bytes(model) + 4)
         yield MemoryItem("logits and their gradient", logits, counted=False, remark="rough, not in the total")
 
 

@@ -115,12 +115,34 @@ def lora_ranks(experts: RoutedExperts, model: nn.Module) -> LoraOfExperts:
     for name, parameter in experts.module._parameters.items():
         if parameter is not None and name.endswith("_lora_a"):
             ranks[name.removesuffix("_lora_a")] += parameter.shape[1]
-    for name, module in model.named_modules():
-        target = getattr(module, "parameter_name", None)
-        if isinstance(target, str) and unwrapped(name) == experts.name and hasattr(module, "active_adapters"):
-            applied = [adapter for adapter in module.active_adapters if adapter in module.r]
-            ranks[target.removesuffix("_proj")] = sum(module.r[adapter] for adapter in applied)
+    for wrapper, applied in _applied_adapters(experts, model):
+        target = wrapper.parameter_name.removesuffix("_proj")
+        ranks[target] = sum(wrapper.r[adapter] for adapter in applied)
     return LoraOfExperts(ranks["gate"] + ranks["gate_up"], ranks["up"] + ranks["gate_up"], ranks["down"])
+
+
+def bytes_with_expert_last(experts: RoutedExperts, model: nn.Module) -> int:
+    """Bytes of the applied factors that PEFT keeps with the expert last: B ``[out, r E]`` of each projection.
+
+    Of several adapters the call has one joined factor, which is laid out anew.
+    """
+    factors = [
+        wrapper.lora_B[applied[0]].weight
+        for wrapper, applied in _applied_adapters(experts, model)
+        if len(applied) == 1 and experts.num_experts > 1
+    ]
+    return sum(factor.numel() * factor.element_size() for factor in factors)
+
+
+def _applied_adapters(experts: RoutedExperts, model: nn.Module) -> Iterator[tuple[Any, list[str]]]:
+    """PEFT's wrappers of fused experts' parameters, each with the names of its active adapters."""
+    for name, module in model.named_modules():
+        wrapper: Any = module
+        is_wrapper = isinstance(getattr(module, "parameter_name", None), str) and hasattr(
+            module, "active_adapters"
+        )
+        if is_wrapper and unwrapped(name) == experts.name:
+            yield wrapper, [adapter for adapter in wrapper.active_adapters if adapter in wrapper.r]
 
 
 class _Groups:
