@@ -163,12 +163,14 @@ class _Experts(torch.autograd.Function):
         # Only what is no tensor may hang on ctx: the rest would outlive its layer under checkpointing.
         ctx.experts = experts
         ctx.form = form
+        ctx.versions = _versions_of(experts.inputs())
         # Base weights too, though the operator has them: autograd then checks that nobody changed them.
         ctx.save_for_backward(x, expert_ids, routing_weights, saved, *parameters)
         return y
 
     @staticmethod
     def backward(ctx: Any, grad_y: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        _require_no_transform(grad_y)
         with torch.no_grad():
             grads = _Experts._gradients(ctx, grad_y)
         return _not_differentiable(grads) if torch.is_grad_enabled() else grads
@@ -176,6 +178,10 @@ class _Experts(torch.autograd.Function):
     @staticmethod
     def _gradients(ctx: Any, grad_y: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         x, expert_ids, routing_weights, saved, *parameters = ctx.saved_tensors
+        # Autograd knows no changes of what a hook on saved tensors copied; the operator reads the weights' own
+        # memory.
+        if _versions_of(ctx.experts.inputs()) != ctx.versions:
+            raise StateError("backward: expected base weights as they were in the forward, got changed ones")
         inputs = x, expert_ids, routing_weights, saved, grad_y
         needs = ctx.needs_input_grad
         wanted = [needs[_X], needs[_ROUTING_WEIGHTS], *needs[_FACTORS:]]
@@ -184,6 +190,11 @@ class _Experts(torch.autograd.Function):
             ctx.experts, shared_a, apart, scaling, *inputs, parameters, wanted
         )
         return None, None, grad_x, None, grad_weights, *grads
+
+
+def _versions_of(weights: Sequence[torch.Tensor | None]) -> list[int]:
+    """Counts of changes in place."""
+    return [0 if weight is None or weight.is_inference() else weight._version for weight in weights]
 
 
 def _not_differentiable(grads: tuple[torch.Tensor | None, ...]) -> tuple[torch.Tensor | None, ...]:
@@ -214,6 +225,16 @@ def require_tensors(**inputs: torch.Tensor) -> None:
     for name, tensor in inputs.items():
         if not isinstance(tensor, torch.Tensor):
             raise TypeError(f"{name}: expected a torch.Tensor, got {type(tensor).__name__}")
+
+
+def _require_no_transform(grad_y: torch.Tensor | None = None) -> None:
+    """Refuses torch.func's transforms and batched gradients, whose tensors have no memory."""
+    batched = grad_y is not None and torch._C._functorch.is_legacy_batchedtensor(grad_y)
+    if batched or torch._C._are_functorch_transforms_active():
+        raise StateError(
+            "torch.func: expected calls outside of its transforms (grad, vjp, jvp, vmap) and of "
+            "is_grads_batched, got one inside: the experts have no batched or functional form"
+        )
 
 
 def _require_no_tracer() -> None:
@@ -392,6 +413,7 @@ def sft_moe(
         given = experts.weights if weights is None else weights
         return compiled.sft_moe(compiled.in_graph(experts), *inputs, lora, biases, given)
     _require_no_tracer()
+    _require_no_transform()
     parameters = (*lora.factors, *biases.tensors(), *experts.inputs(weights))
     _require_no_tangents((x, routing_weights, *parameters))
     if torch.is_grad_enabled() and any(

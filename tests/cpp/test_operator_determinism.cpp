@@ -30,7 +30,7 @@ inline constexpr Case kCasesOfThreads[] = {
     {"whole_strips", 150, 1, 1, 545, 290, {8, 8, 8}},
     with_trained_base({"base", 61, 3, 5, 37, 53, {7, 3, 5}, kSkewed}),
     with_trained_base({"base_columns_cut_by_threads", 70, 1, 2, 1088, 576, {0, 0, 0}}),
-    with_trained_base({"base_in_chunks", 530, 1, 2, 8, 5, {0, 0, 0}, kOneExpert}),
+    with_trained_base(with_biases({"in_chunks", 530, 1, 2, 8, 5, {4, 3, 2}, kOneExpert})),
 };
 
 template <class Kernel>

@@ -23,7 +23,10 @@ inline constexpr Case kBusy = with_trained_base(with_biases({"busy", 17, 2, 3, 3
 inline constexpr Case kIdle =
     with_trained_base(with_biases({"idle", 9, 2, 6, 32, 17, {4, 4, 4}, kIdleExperts}));
 inline constexpr Case kShared = with_biases({"shared", 9, 2, 3, 32, 17, {4, 4, 4}, kDistinct, true});
-inline constexpr Case kManyRows = with_trained_base({"many_rows", 521, 1, 2, 8, 5, {0, 0, 0}, kOneExpert});
+// More rows of an expert than one sum takes.
+inline constexpr Case kManyRows =
+    with_trained_base(with_biases({"many_rows", 521, 1, 2, 8, 5, {3, 2, 4}, kOneExpert}));
+inline constexpr Case kManyRowsShared{"many_rows_shared", 521, 1, 2, 8, 5, {3, 3, 0}, kOneExpert, true};
 // More columns than are stored together without masks, and a rest.
 inline constexpr Case kWide = with_trained_base({"wide", 17, 2, 3, 150, 70, {7, 5, 3}});
 inline constexpr Storage kFp32{.name = "fp32", .activations = DType::kFp32, .factors = DType::kFp32};
@@ -72,7 +75,7 @@ class OperatorGradients : public KernelTest<Kernel> {
 TYPED_TEST_SUITE(OperatorGradients, AllKernels, KernelLabels);
 
 TYPED_TEST(OperatorGradients, OverwriteIgnoresWhatWasThere) {
-  for (const Case& c : {kBusy, kIdle, kShared, kManyRows, kWide}) {
+  for (const Case& c : {kBusy, kIdle, kShared, kManyRows, kManyRowsShared, kWide}) {
     SCOPED_TRACE(c.name);
     for (const Storage& storage : {kPlain, kFp32, kPeftLike}) {
       const Problem problem = integer_problem(c, storage, kWeightDType<TypeParam>);
@@ -82,7 +85,7 @@ TYPED_TEST(OperatorGradients, OverwriteIgnoresWhatWasThere) {
 }
 
 TYPED_TEST(OperatorGradients, AccumulateAdds) {
-  for (const Case& c : {kBusy, kIdle, kShared, kManyRows, kWide}) {
+  for (const Case& c : {kBusy, kIdle, kShared, kManyRows, kManyRowsShared, kWide}) {
     SCOPED_TRACE(c.name);
     for (const Storage& storage : {kPlain, kFp32, kPeftLike}) {
       const Problem problem = integer_problem(c, storage, kWeightDType<TypeParam>);
@@ -92,7 +95,7 @@ TYPED_TEST(OperatorGradients, AccumulateAdds) {
 }
 
 TYPED_TEST(OperatorGradients, ScaleActsOnThisCallsParameterGradientsOnly) {
-  for (const Case& c : {kBusy, kShared, kManyRows, kWide}) {
+  for (const Case& c : {kBusy, kShared, kManyRows, kManyRowsShared, kWide}) {
     SCOPED_TRACE(c.name);
     const Problem problem = integer_problem(c, kFp32, kWeightDType<TypeParam>);
     this->expect_combined(problem, this->step(problem, false, 0.25F), false, 0.25);

@@ -1,6 +1,7 @@
 // What a step costs beside arithmetic: synchronisation points, and no allocation once buffers have grown.
 #include <gtest/gtest.h>
 
+#include <array>
 #include <string>
 
 #include "allocation_counter.hpp"
@@ -24,7 +25,7 @@ inline constexpr Case kCasesOfSteps[] = {
     {"one_token", 1, 1, 8, 64, 96, {8, 8, 8}},
     {"clamped", 20, 2, 3, 48, 64, {8, 8, 8}, kDistinct, false, kClamped},
     with_trained_base({"base", 11, 2, 3, 33, 17, {3, 3, 3}, kSkewed}),
-    with_trained_base({"base_in_chunks", 514, 1, 2, 8, 5, {0, 0, 0}, kOneExpert}),
+    with_trained_base(with_biases({"in_chunks", 514, 1, 2, 8, 5, {4, 3, 2}, kOneExpert})),
 };
 
 template <class Kernel>
@@ -123,6 +124,24 @@ TYPED_TEST(OperatorSteadyState, WorkspaceStaysAsLarge) {
     for (int n = 0; n < 12; ++n) run_step(moe, problem, out);
     EXPECT_EQ(moe.memory().workspace_bytes, bytes);
   }
+}
+
+// What each further thread takes does not depend on how many tokens an expert has.
+TYPED_TEST(OperatorSteadyState, MemoryOfAThreadHasABound) {
+  const auto bytes_of_a_thread = [](int tokens) {
+    const Case c = with_trained_base(with_biases({"c", tokens, 1, 2, 40, 37, {17, 9, 33}, kOneExpert}));
+    const Problem problem = random_problem(c, kPlain, kWeightDType<TypeParam>);
+    std::array<index_t, 2> bytes{};
+    for (const int threads : {1, 2}) {
+      amx_sft_moe::Config config = problem.config();
+      config.num_threads = threads;
+      Moe<TypeParam> moe = make_moe<TypeParam>(problem, config);
+      run_step(moe, problem, Outputs(problem));
+      bytes[static_cast<std::size_t>(threads - 1)] = moe.memory().workspace_bytes;
+    }
+    return bytes[1] - bytes[0];
+  };
+  EXPECT_LE(100 * bytes_of_a_thread(2048), 101 * bytes_of_a_thread(1024));  // oneDNN keeps what it compiles
 }
 
 // Batches no larger than those before fit what is there, however they are routed, as long as they are multiplied in the same

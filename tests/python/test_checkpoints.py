@@ -259,6 +259,16 @@ class TestMappedModel:
         with pytest.raises(StateError, match="experts_implementation='amx_sft_moe'"):
             model(ids())
 
+    def test_adapted_experts_that_the_operator_cannot_take_say_why(self, checkpoint):
+        model = adapted(load_model(checkpoint("qwen3_moe")))
+        before = model(ids()).logits
+        with (
+            torch.autocast("cpu", dtype=torch.float16),
+            pytest.raises(StateError, match=r"or float32, got torch.float16; no other implementation"),
+        ):
+            model(ids())
+        assert torch.equal(model(ids()).logits, before)
+
     def test_eager_reads_expert_by_expert(self, checkpoint):
         folder = checkpoint("olmoe")
         model = load_model(folder, experts_implementation="eager")

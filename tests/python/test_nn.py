@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from amx_sft_moe import ArgumentError, autograd
+from amx_sft_moe import ArgumentError, StateError, autograd
 from amx_sft_moe.nn import ExpertWeights, LoraFactors, sft_moe
 from cases import SHAPES, Sizes
 from reference import FACTORS, Layer, assert_close, forward, gradients, make_layer
@@ -262,6 +262,44 @@ def test_change_between_forward_and_backward_is_noticed() -> None:
         leaves["gate_lora_a"].add_(1)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         y.backward(layer.grad_y)
+
+
+@pytest.mark.parametrize("trained", [False, True])
+def test_changed_weights_are_noticed_where_hooks_keep_copies(trained: bool) -> None:
+    """The operator reads the weights where they are, not what a hook on saved tensors kept of them."""
+    layer = make_layer(SIZES)
+    experts, leaves = frozen(layer), leaves_of(layer)
+    layer.down_proj.requires_grad_(trained)
+    for change in (False, True):
+        with torch.autograd.graph.saved_tensors_hooks(torch.clone, lambda t: t):
+            y = call(experts, layer, leaves)
+        if not change:
+            y.backward(layer.grad_y)
+            continue
+        with torch.no_grad():
+            layer.down_proj.mul_(2)
+        with pytest.raises(StateError, match="backward: expected base weights as they were in the forward"):
+            y.backward(layer.grad_y)
+
+
+def test_transforms_of_functions_are_refused() -> None:
+    layer = make_layer(SIZES)
+    experts, leaves = frozen(layer), leaves_of(layer)
+    weights = layer.routing_weights
+
+    def loss(x: Tensor) -> Tensor:
+        return sft_moe(experts, x, layer.expert_ids, weights).sum()
+
+    y = call(experts, layer, leaves)
+    grads = torch.stack([layer.grad_y] * 2)
+    for transformed in (
+        lambda: torch.func.grad(loss)(layer.x),
+        lambda: torch.func.vjp(loss, layer.x),
+        lambda: torch.func.vmap(lambda x: sft_moe(experts, x, layer.expert_ids, weights))(layer.x[None]),
+        lambda: torch.autograd.grad(y, next(iter(leaves.values())), grads, is_grads_batched=True),
+    ):
+        with pytest.raises(StateError, match=r"torch\.func: expected calls outside of its transforms"):
+            transformed()
 
 
 def test_no_grad_saves_nothing() -> None:

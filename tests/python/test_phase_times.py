@@ -254,6 +254,19 @@ def test_only_groups_where_phases_are_not_wanted(tmp_path: Path) -> None:
     assert "amx_sft_moe/D3_gemm_ms" not in entry
 
 
+def test_asked_for_again(tmp_path: Path) -> None:
+    """As where a cell of a notebook runs twice: the last one counts, and has the times."""
+    reporter = Reporter()
+    job = trainer(tmp_path, reporter)
+    job.callback_handler.add_callback(PhaseTimesCallback())
+    log_phase_times(job)
+    log_phase_times(job, phases=False)
+    job.train()
+    entry = next(entry for entry in reporter.logs if "loss" in entry)
+    assert entry["amx_sft_moe/forward_ms"] > 0
+    assert "amx_sft_moe/D3_gemm_ms" not in entry
+
+
 def test_means_are_of_one_step(tmp_path: Path) -> None:
     callback = PhaseTimesCallback()
     experts, layer = module()

@@ -65,8 +65,8 @@ struct Blocking {
   // benchmarks/LOG.md, "AMX, natively").
   static constexpr index_t kWideGradTokens = 128;
   static constexpr index_t kGradTileCols = 512;
-  // Tokens that one product contracts. An expert with more sums its products in fp32, so that a task's memory has a
-  // bound; the sum passes through the cache once in 512 multiply-adds. Part of the order of summation.
+  // Tokens that one product of a parameter's gradient contracts. An expert with more sums its products in fp32, so that a
+  // task's memory has a bound; the sum passes through the cache once in 512 multiply-adds. Part of the order of summation.
   static constexpr index_t kGradTokens = 512;
   // Tokens whose sums one task makes at most.
   static constexpr index_t kTokenChunk = 16;
@@ -98,13 +98,14 @@ struct Blocking {
     const index_t most = whole_rows<Kernel>(k, rows) ? kMaxInPlaceCols : kMaxStripCols;
     return shared(most, kMaxCols, {MakesRowsAhead<Kernel> ? 0 : rows, rows, cols}, load);
   }
-  // Columns of a task of gemm_tn with LoRA's factors, B [tokens, cols]: what of B stays in L2 while the factors meet it,
-  // packed together by kernels of tiles, and in grad_Ad made by the task itself.
+  // Columns of a task of gemm_tn with LoRA's factors, B [tokens, cols]: what of a chunk of B stays in L2 while the factors
+  // meet it, packed together by kernels of tiles, and in grad_Ad made by the task itself.
   template <class Kernel>
   index_t tn_cols(index_t tokens, index_t cols, const Load& load) const {
+    const index_t chunk = std::min(tokens, kGradTokens);
     const bool narrow = !MultipliesStrips<Kernel> && (!AddsToC<Kernel> || tokens > kTokensPerTask);
-    if (narrow) return resident_cols<Kernel>(tokens);
-    return shared(kMaxStripCols, kMaxCols, {tokens, tokens, cols}, load);
+    if (narrow) return resident_cols<Kernel>(chunk);
+    return shared(kMaxStripCols, kMaxCols, {chunk, tokens, cols}, load);
   }
   // Columns of the tasks of base weights' gradients, [rows, cols] of each expert, from so many tokens: as wide as what is
   // packed of these stays in L2, and each thread has tasks to choose from.

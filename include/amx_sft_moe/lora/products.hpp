@@ -1,5 +1,5 @@
-// The products of one adapter that are not part of a base product, each one GEMM. (s x A^T) B^T and (s grad B)
-// A are second terms of the base GEMMs; see moe/.
+// An adapter's projections, each one GEMM: u = s x A^T and v = s grad B. u B^T and v A are second terms of the base GEMMs,
+// gradients of the factors are in moe/gradient_chunks.hpp.
 #pragma once
 
 #include <algorithm>
@@ -69,52 +69,6 @@ void project_gradient(gemm::ThreadContext<Kernel>& thread, const gemm::AnyRows& 
     for (index_t i = 0; i < block.rows; ++i) {
       store(to.weighted, i, 1, to.scaling * to.weights[block.row + i]);
     }
-  });
-}
-
-// How a gradient is written: overwritten or added to, times a factor.
-struct GradientMode {
-  bool accumulate = false;
-  float scale = 1.0F;
-};
-
-// A gradient of a factor, with element [i, j] of the GEMM's C at grad[i, j], or at grad[j, i] where transposed.
-template <class Kernel>
-void store_gradient(const gemm::Block& block, const AnyMatrix& grad, bool transposed, index_t first_col,
-                    const GradientMode& mode) {
-  const index_t row_stride = transposed ? grad.col_stride() : grad.row_stride();
-  const index_t col_stride = transposed ? grad.row_stride() : grad.col_stride();
-  grad.visit([&](auto* data) {
-    using T = std::remove_pointer_t<decltype(data)>;
-    const arch::BlockTarget<T> to{data + block.row * row_stride + (first_col + block.col) * col_stride,
-                                  row_stride,
-                                  col_stride,
-                                  mode.accumulate,
-                                  mode.scale,
-                                  nullptr};
-    Kernel::Rows::store(block.c, block.stride, block.rows, block.cols, to);
-  });
-}
-
-// Columns [first_col, first_col + input.cols) of grad_A [r, in] = sum of factor^T x input. gemm_tn Scaling is
-// already in the factor (v).
-template <class Kernel, std::size_t Factors>
-void gradient_a(gemm::ThreadContext<Kernel>& thread, const std::array<gemm::Factor, Factors>& factors,
-                const gemm::TokenRows<Kernel>& input, index_t first_col, const AnyMatrix& grad_a,
-                const GradientMode& mode) {
-  gemm::gemm_tn<Kernel>(thread, grad_a.rows(), factors, input, [&](const gemm::Block& block) {
-    store_gradient<Kernel>(block, grad_a, false, first_col, mode);
-  });
-}
-
-// Rows [first_row, ...) of grad_B [out, r] = grad^T u, computed as its transpose u^T x grad. gemm_tn Scaling is
-// already in u.
-template <class Kernel>
-void gradient_b(gemm::ThreadContext<Kernel>& thread, const gemm::Factor& u, const gemm::TokenRows<Kernel>& grad,
-                index_t first_row, const AnyMatrix& grad_b, const GradientMode& mode) {
-  const std::array<gemm::Factor, 1> factors{{u}};
-  gemm::gemm_tn<Kernel>(thread, grad_b.cols(), factors, grad, [&](const gemm::Block& block) {
-    store_gradient<Kernel>(block, grad_b, true, first_row, mode);
   });
 }
 

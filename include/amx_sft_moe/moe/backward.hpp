@@ -12,7 +12,7 @@
 //   sum_tokens    grad_x and the gradient of the routing weights
 //
 // Gradients of biases, sums over an expert's rows, are made beside grad_B of the same projection; those of base
-// weights are in moe/weight_gradient.hpp.
+// weights are in moe/weight_gradient.hpp. All of them are products over an expert's rows (moe/gradient_chunks.hpp).
 //
 // s is in the saved u and in v, so no product is scaled again. Tasks of a region do not depend on one another.
 #pragma once
@@ -87,38 +87,37 @@ void backward_down_gemm(Step<Kernel>& step, const BackwardRows<Kernel>& rows, Wo
   product_into<Kernel>(worker, task, terms, rows_of(rows.grad_h, expert, task.row));
 }
 
-// grad_Ad = (w v_d)^T h, a block of columns. In chunks of tokens, like a weight's gradient: so h, made again, takes
-// memory that has a bound.
+// grad_Ad = (w v_d)^T h, a block of columns.
 template <class Kernel>
 void backward_down_grad_a(Step<Kernel>& step, const BackwardRows<Kernel>& rows, Worker<Kernel>& worker,
                           const Task& task, const Gradients& grads) {
   const ExpertRows& expert = *task.expert;
-  const gemm::Factor factor{rows_of(rows.weighted_v, expert, 0), nullptr};
-  Task whole = task;  // all rows of the factor's gradient
-  whole.row = 0;
-  whole.rows = step.lora.down.rank();
-  const lora::GradientMode mode{grads.accumulate, grads.scale};
-  in_chunks(worker, whole, grads.lora.down_a[expert.expert], mode, [&](const GradientChunk& chunk) {
-    const auto h = activation_columns(step, worker, expert, chunk.first, chunk.count, task.col, task.cols);
-    multiply_chunk(worker, whole, factor, h, chunk);
+  const std::array<gemm::Factor, 1> factors{{{rows_of(rows.weighted_v, expert, 0), nullptr}}};
+  ChunkColumns h(worker, task.cols, [&](index_t first, index_t count) {
+    return activation_columns(step, worker, expert, first, count, task.col, task.cols);
   });
+  const GradientRectangle to{grads.lora.down_a[expert.expert], 0, step.lora.down.rank(), task.col, task.cols};
+  gradient_of_tokens(worker, expert.rows, factors, h, to, grads.mode());
 }
 
-// grad_Bd = p^T (w u_d), a block of rows, and the bias' p^T w: the weight goes to the small factor.
+// grad_B = grad^T u, a block of rows, made as its transpose, and the bias' grad^T 1; grad of gate or up [rows, I], or p with
+// each row's weight, which goes to the small factor: u has it already, for the bias it is `weights`.
 template <class Kernel>
-void backward_down_grad_b(Step<Kernel>& step, const BackwardRows<Kernel>& rows, Worker<Kernel>& worker,
-                          const Task& task, const Gradients& grads) {
+void gradients_of_outputs(Worker<Kernel>& worker, const Task& task,
+                          const MatrixView<typename Kernel::Stored>& grad,
+                          const MatrixView<typename Kernel::Stored>& u, const float* weights,
+                          const AnyExpertTensor& grad_b, const AnyMatrix& grad_bias, const GradientMode& mode) {
   const ExpertRows& expert = *task.expert;
-  const float* weights = step.work.routing.weight_of_row() + expert.row_begin;
-  const lora::GradientMode mode{grads.accumulate, grads.scale};
-  const auto panels = gemm::pack_tokens<Kernel>(
-      worker.gemm, gemm::AnyRows(rows_of(rows.p, expert, 0)).from(0, task.col), expert.rows, task.cols);
-  if (!grads.biases.down.empty()) {
-    bias_gradient<Kernel>(worker.gemm, weights, panels, expert.expert, task.col, grads.biases.down, mode);
-  }
-  if (grads.lora.down_b.empty()) return;
-  lora::gradient_b<Kernel>(worker.gemm, {rows_of(step.saved.u_down, expert, 0), nullptr}, panels, task.col,
-                           grads.lora.down_b[expert.expert], mode);
+  ChunkColumns columns(worker, task.cols, [&](index_t first, index_t) {
+    return gemm::AnyRows(rows_of(grad, expert, 0)).from(first, task.col);
+  });
+  const AnyMatrix bias = bias_gradient_of(grad_bias, expert.expert);
+  gradient_of_tokens(worker, expert.rows, std::array{factor_of_bias(weights)}, columns,
+                     {bias, 0, 1, task.col, task.cols}, mode);
+  if (grad_b.empty()) return;
+  const std::array<gemm::Factor, 1> factors{{{rows_of(u, expert, 0), nullptr}}};
+  gradient_of_tokens(worker, expert.rows, factors, columns,
+                     {grad_b[expert.expert], 0, u.cols, task.col, task.cols, /*transposed=*/true}, mode);
 }
 
 // Zeros for the experts without tokens, where gradients are overwritten.
@@ -186,7 +185,11 @@ void backward_down(Step<Kernel>& step, const BackwardRows<Kernel>& rows, const G
         worker.time(Phase::kD4LoraGrad, [&] { backward_down_grad_a(step, rows, worker, task, grads); });
         break;
       case kDownGradB:
-        worker.time(Phase::kD4LoraGrad, [&] { backward_down_grad_b(step, rows, worker, task, grads); });
+        worker.time(Phase::kD4LoraGrad, [&] {
+          const float* weights = step.work.routing.weight_of_row() + task.expert->row_begin;
+          gradients_of_outputs(worker, task, rows.p, step.saved.u_down, weights, grads.lora.down_b,
+                               grads.biases.down, grads.mode());
+        });
         break;
       case kDownWeightIdle:
         worker.time(Phase::kD5WeightGrad, [&] { clear_idle(grads.weights.down, task.idle_expert); });
@@ -272,44 +275,22 @@ template <class Kernel>
 void backward_grad_a(Step<Kernel>& step, const BackwardRows<Kernel>& rows, Worker<Kernel>& worker,
                      const Task& task, const AnyConstMatrix& x, const Gradients& grads) {
   const ExpertRows& expert = *task.expert;
-  const lora::GradientMode mode{grads.accumulate, grads.scale};
-  gemm::TokenRows<Kernel> panels;
   const gemm::Factor gate{rows_of(rows.v_gate, expert, 0), nullptr};
   const gemm::Factor up{rows_of(rows.v_up, expert, 0), nullptr};
+  const auto inputs = gemm::AnyRows(x).gathered(step.work.routing.token_of_row() + expert.row_begin);
+  ChunkColumns columns(worker, task.cols, [&](index_t first, index_t) { return inputs.from(first, task.col); });
+  const auto gradient = [&](const auto& factors, const AnyExpertTensor& grad_a, index_t rank) {
+    if (grad_a.empty()) return;
+    gradient_of_tokens(worker, expert.rows, factors, columns,
+                       {grad_a[expert.expert], 0, rank, task.col, task.cols}, grads.mode());
+  };
+  const bool shared = step.lora.gate_up_share_a();
   worker.time(Phase::kGuLoraGate, [&] {
-    const auto inputs = gemm::AnyRows(x).gathered(step.work.routing.token_of_row() + expert.row_begin);
-    panels = gemm::pack_tokens<Kernel>(worker.gemm, inputs.from(0, task.col), expert.rows, task.cols);
-    if (grads.lora.gate_a.empty()) return;
-    const AnyMatrix grad = grads.lora.gate_a[expert.expert];
-    if (step.lora.gate_up_share_a()) {
-      lora::gradient_a<Kernel>(worker.gemm, std::array<gemm::Factor, 2>{{gate, up}}, panels, task.col, grad,
-                               mode);
-    } else {
-      lora::gradient_a<Kernel>(worker.gemm, std::array<gemm::Factor, 1>{{gate}}, panels, task.col, grad, mode);
-    }
+    if (shared) return gradient(std::array{gate, up}, grads.lora.gate_a, step.lora.gate.rank());
+    gradient(std::array{gate}, grads.lora.gate_a, step.lora.gate.rank());
   });
-  if (grads.lora.up_a.empty() || step.lora.gate_up_share_a()) return;
-  worker.time(Phase::kGuLoraUp, [&] {
-    lora::gradient_a<Kernel>(worker.gemm, std::array<gemm::Factor, 1>{{up}}, panels, task.col,
-                             grads.lora.up_a[expert.expert], mode);
-  });
-}
-
-// grad_B = grad^T u of gate or up, a block of rows, and the bias' grad^T 1.
-template <class Kernel>
-void backward_grad_b(Worker<Kernel>& worker, const Task& task, const MatrixView<typename Kernel::Stored>& grad,
-                     const MatrixView<typename Kernel::Stored>& u, const AnyExpertTensor& grad_b,
-                     const AnyMatrix& grad_bias, const Gradients& grads) {
-  const ExpertRows& expert = *task.expert;
-  const auto panels = gemm::pack_tokens<Kernel>(
-      worker.gemm, gemm::AnyRows(rows_of(grad, expert, 0)).from(0, task.col), expert.rows, task.cols);
-  const lora::GradientMode mode{grads.accumulate, grads.scale};
-  if (!grad_bias.empty()) {
-    bias_gradient<Kernel>(worker.gemm, nullptr, panels, expert.expert, task.col, grad_bias, mode);
-  }
-  if (grad_b.empty()) return;
-  lora::gradient_b<Kernel>(worker.gemm, {rows_of(u, expert, 0), nullptr}, panels, task.col,
-                           grad_b[expert.expert], mode);
+  if (shared || grads.lora.up_a.empty()) return;
+  worker.time(Phase::kGuLoraUp, [&] { gradient(std::array{up}, grads.lora.up_a, step.lora.up.rank()); });
 }
 
 template <class Kernel>
@@ -365,13 +346,14 @@ void backward_gate_up(Step<Kernel>& step, const BackwardRows<Kernel>& rows, cons
         break;
       case kGradBGate:
         worker.time(Phase::kGuLoraGate, [&] {
-          backward_grad_b(worker, task, rows.grad_gate, step.saved.u_gate, grads.lora.gate_b, grads.biases.gate,
-                          grads);
+          gradients_of_outputs(worker, task, rows.grad_gate, step.saved.u_gate, nullptr, grads.lora.gate_b,
+                               grads.biases.gate, grads.mode());
         });
         break;
       case kGradBUp:
         worker.time(Phase::kGuLoraUp, [&] {
-          backward_grad_b(worker, task, rows.grad_up, step.saved.u_up, grads.lora.up_b, grads.biases.up, grads);
+          gradients_of_outputs(worker, task, rows.grad_up, step.saved.u_up, nullptr, grads.lora.up_b,
+                               grads.biases.up, grads.mode());
         });
         break;
       case kGateWeightIdle:

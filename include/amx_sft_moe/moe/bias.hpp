@@ -1,5 +1,5 @@
-// Biases of the experts' projections: added to a block of C while it is in L1, and their gradients, a row of
-// the same GEMM that makes LoRA's.
+// Biases of the experts' projections: added to a block of C while it is in L1, and what their gradients are made of, by a
+// GEMM like LoRA's.
 #pragma once
 
 #include "amx_sft_moe/gemm/forms.hpp"
@@ -46,31 +46,23 @@ float dot_with_bias(const T* row, const AnyConstMatrix& bias, index_t expert) {
   return sum;
 }
 
-// Elements [first, first + grad.cols) of grad_b[expert] = sum over the expert's rows of weight x grad. gemm_tn
-// with a column of ones (or the weights; null: ones) as its factor.
-template <class Kernel>
-void bias_gradient(gemm::ThreadContext<Kernel>& thread, const float* weights,
-                   const gemm::TokenRows<Kernel>& grad, index_t expert, index_t first, const AnyMatrix& grad_b,
-                   const lora::GradientMode& mode) {
-  constexpr float kOne = 1.0F;
-  const arch::RowSource<float> ones{&kOne, 0, 1, nullptr};  // the same element for every row
-  const std::array<gemm::Factor, 1> factors{{{gemm::AnyRows(ones), weights}}};
-  gemm::gemm_tn<Kernel>(thread, 1, factors, grad, [&](const gemm::Block& block) {
-    grad_b.visit([&](auto* data) {
-      using T = std::remove_pointer_t<decltype(data)>;
-      T* out = data + expert * grad_b.row_stride() + (first + block.col) * grad_b.col_stride();
-      const arch::BlockTarget<T> to{out, 0, grad_b.col_stride(), mode.accumulate, mode.scale, nullptr};
-      Kernel::Rows::store(block.c, block.stride, block.rows, block.cols, to);
-    });
+// The gradient [E, out] of a bias, of one expert, as a matrix of one row. Empty where none is wanted.
+inline AnyMatrix bias_gradient_of(const AnyMatrix& grad, index_t expert) {
+  if (grad.empty()) return grad;
+  return grad.visit([&](auto* data) {
+    return AnyMatrix(data + expert * grad.row_stride(), 1, grad.cols(), 0, grad.col_stride());
   });
 }
 
 // Exact zeros, for an expert without tokens.
-inline void clear_bias_gradient(const AnyMatrix& grad_b, index_t expert) {
-  if (grad_b.empty()) return;
-  grad_b.visit([&](auto* data) {
-    lora::clear({data + expert * grad_b.row_stride(), 1, grad_b.cols(), 0, grad_b.col_stride()});
-  });
+inline void clear_bias_gradient(const AnyMatrix& grad, index_t expert) {
+  if (const AnyMatrix row = bias_gradient_of(grad, expert); !row.empty()) lora::clear(row);
+}
+
+// The factor of a bias' gradient: ones, or the weights; null: ones.
+inline gemm::Factor factor_of_bias(const float* weights) {
+  static constexpr float kOne = 1.0F;
+  return {gemm::AnyRows(arch::RowSource<float>{&kOne, 0, 1, nullptr}), weights};  // the same for every row
 }
 
 }  // namespace moe

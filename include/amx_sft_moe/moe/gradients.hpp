@@ -19,6 +19,12 @@ struct WeightGradients {
   AnyExpertTensor down;  // [E, H, I]
 };
 
+// How a parameter's gradient is written: overwritten or added to, times a factor.
+struct GradientMode {
+  bool accumulate = false;
+  float scale = 1.0F;
+};
+
 // Empty views are not wanted and not computed where that saves work. Those of parameters have memory of their own: not
 // that of a parameter, an input or another gradient. A pass that memory does not suffice for (std::bad_alloc) may have
 // written part of them: before it is tried again with `accumulate`, they have to be what they were.
@@ -30,6 +36,8 @@ struct Gradients {
   float scale = 1.0F;       // parameter gradients: multiplied into this call's contribution
   BiasGradients biases = {};
   WeightGradients weights = {};
+
+  GradientMode mode() const { return {accumulate, scale}; }
 };
 
 AMX_SFT_MOE_NAMESPACE_END

@@ -1,26 +1,16 @@
-// Gradients of the base weights, for whoever trains them, and of LoRA's A of down. Each is a gemm_tn:
+// Gradients of the base weights, for whoever trains them:
 //
 //   grad_Wd = (w p)^T h  [H, I]        grad_Wg = grad_g^T x,  grad_Wu = grad_u^T x  [I, H]
-//   grad_Ad = (w v_d)^T h  [r, I]
 //
-// A task makes a rectangle of one expert's gradient:
-//
-//   for each chunk of the expert's rows          its x, or h made again from g and u, packed once
-//     for each group of the rectangle's rows     their factor transposed; gemm_tn
-//
-// Kernels of strips finish base weights' gradients in registers (gemm/finished_strips.hpp); grad_Ad, of few rows, is stored
-// from a cache by all kernels.
-//
-// Where there are several chunks their products are summed in fp32, in the scratch, and rounded once. Chunks have
-// a fixed length: a task's memory has a bound, and neither threads nor caches change a bit.
+// h is made again from g and u, chunk by chunk (gradient_chunks.hpp). Kernels of strips finish these gradients in
+// registers (gemm/finished_strips.hpp).
 #pragma once
 
 #include <algorithm>
 
 #include "amx_sft_moe/gemm/finished_strips.hpp"
 #include "amx_sft_moe/moe/backward_rows.hpp"
-#include "amx_sft_moe/moe/gradients.hpp"
-#include "amx_sft_moe/moe/step.hpp"
+#include "amx_sft_moe/moe/gradient_chunks.hpp"
 
 AMX_SFT_MOE_NAMESPACE_BEGIN
 namespace moe {
@@ -63,88 +53,42 @@ gemm::AnyRows activation_columns(Step<Kernel>& step, Worker<Kernel>& worker, con
   return h;
 }
 
-// Rows [first, first + count) of an expert, and where what they give goes: to the task's rectangle of the gradient, or, of
-// several chunks, to fp32 sums, which the next chunk and the rounding read.
-struct GradientChunk {
-  index_t first, count;
-  AnyMatrix to;
-  index_t row, col;  // of `to`
-  lora::GradientMode mode;
-  bool read_soon;
-};
-
-// Calls product(GradientChunk) for all of the expert's rows; the rectangle of `grad` is the sum of what these give.
-template <class Kernel, class Product>
-void in_chunks(Worker<Kernel>& worker, const Task& task, const AnyMatrix& grad, const lora::GradientMode& mode,
-               Product&& product) {
-  constexpr index_t kChunk = gemm::Blocking::kGradTokens;
-  const index_t tokens = task.expert->rows;
-  if (tokens <= kChunk) return product(GradientChunk{0, tokens, grad, task.row, task.col, mode, false});
-  const index_t stride = spread_row_stride<float>(task.cols);
-  float* sum = worker.gemm.scratch.sums.template as<float>(task.rows * stride);
-  const AnyMatrix sums{sum, task.rows, task.cols, stride};
-  for (index_t first = 0; first < tokens; first += kChunk) {
-    const index_t count = std::min(kChunk, tokens - first);
-    product(GradientChunk{first, count, sums, 0, 0, {first > 0, 1.0F}, true});
-  }
-  const gemm::Block whole{task.row, task.rows, 0, task.cols, sum, stride};
-  lora::store_gradient<Kernel>(whole, grad, false, task.col, mode);
-}
-
-// The factor of the chunk's tokens, for the gradient's rows from `row` on.
-inline gemm::Factor factor_of(const gemm::Factor& factor, const GradientChunk& chunk, index_t row) {
-  return {factor.rows.from(chunk.first, row),
-          factor.weights == nullptr ? nullptr : factor.weights + chunk.first};
-}
-
-// The chunk's products of the task's rectangle with its columns of x or h, by gemm_tn.
-template <class Kernel>
-void multiply_chunk(Worker<Kernel>& worker, const Task& task, const gemm::Factor& factor,
-                    const gemm::AnyRows& columns, const GradientChunk& chunk) {
-  const auto tokens = gemm::pack_tokens<Kernel>(worker.gemm, columns, chunk.count, task.cols);
-  for (index_t row = 0; row < task.rows; row += gemm::Blocking::kGradRows) {
-    const std::array<gemm::Factor, 1> factors{factor_of(factor, chunk, task.row + row)};
-    const index_t rows = std::min(gemm::Blocking::kGradRows, task.rows - row);
-    gemm::gemm_tn<Kernel>(worker.gemm, rows, factors, tokens, [&](gemm::Block block) {
-      block.row += chunk.row + row;
-      lora::store_gradient<Kernel>(block, chunk.to, false, chunk.col, chunk.mode);
-    });
-  }
-}
-
-// The same finished in registers.
+// The chunk's part of a rectangle = factor^T x columns, finished in registers.
 template <gemm::MultipliesStrips Kernel>
-void finish_chunk(Worker<Kernel>& worker, const Task& task, const gemm::Factor& factor,
-                  const gemm::AnyRows& columns, const GradientChunk& chunk) {
+void finish_chunk(Worker<Kernel>& worker, const gemm::Factor& factor, const gemm::AnyRows& columns,
+                  const GradientChunk& chunk) {
+  const GradientRectangle& to = chunk.to;
   gemm::Scratch& scratch = worker.gemm.scratch;
-  const auto tokens = gemm::strips_of_tokens<Kernel>(scratch, columns, chunk.count, task.cols);
-  chunk.to.visit([&](auto* data) {
+  const auto tokens = gemm::strips_of_tokens<Kernel>(scratch, columns, chunk.count, to.cols);
+  to.grad.visit([&](auto* data) {
     using T = std::remove_pointer_t<decltype(data)>;
-    const index_t row_stride = chunk.to.row_stride(), col_stride = chunk.to.col_stride();
-    for (index_t row = 0; row < task.rows; row += gemm::Blocking::kFinishedRows) {
-      const arch::BlockTarget<T> to{data + (chunk.row + row) * row_stride + chunk.col * col_stride,
-                                    row_stride,
-                                    col_stride,
-                                    chunk.mode.accumulate,
-                                    chunk.mode.scale,
-                                    nullptr};
-      gemm::gemm_tn_finished<Kernel>(scratch, std::min(gemm::Blocking::kFinishedRows, task.rows - row),
-                                     factor_of(factor, chunk, task.row + row), tokens, chunk.read_soon, to);
+    const index_t row_stride = to.grad.row_stride(), col_stride = to.grad.col_stride();
+    for (index_t row = 0; row < to.rows; row += gemm::Blocking::kFinishedRows) {
+      const arch::BlockTarget<T> target{data + (to.row + row) * row_stride + to.col * col_stride,
+                                        row_stride,
+                                        col_stride,
+                                        chunk.mode.accumulate,
+                                        chunk.mode.scale,
+                                        nullptr};
+      gemm::gemm_tn_finished<Kernel>(scratch, std::min(gemm::Blocking::kFinishedRows, to.rows - row),
+                                     factor_of(factor, chunk, row), tokens, chunk.read_soon, target);
     }
   });
 }
 
-// The task's rectangle of a base weight's gradient = factor^T x input; input(row, rows) gives the columns [task.col, task.col +
-// task.cols) of these of the expert's rows.
-template <class Kernel, class Input>
-void weight_gradient(Worker<Kernel>& worker, const Task& task, const gemm::Factor& factor, Input&& input,
-                     const AnyMatrix& grad, const lora::GradientMode& mode) {
-  in_chunks(worker, task, grad, mode, [&](const GradientChunk& chunk) {
-    const gemm::AnyRows columns = input(chunk.first, chunk.count);
+// The task's rectangle of a base weight's gradient = factor^T x columns; columns(row, rows) gives those of the expert's rows.
+template <class Kernel, class Columns>
+void weight_gradient(Worker<Kernel>& worker, const Task& task, const gemm::Factor& factor, Columns&& columns,
+                     const AnyMatrix& grad, const GradientMode& mode) {
+  const std::array<gemm::Factor, 1> factors{{{factor.rows.from(0, task.row), factor.weights}}};
+  const GradientRectangle to{grad, task.row, task.rows, task.col, task.cols};
+  in_chunks(worker, task.expert->rows, to, mode, [&](const GradientChunk& chunk) {
+    const gemm::AnyRows of_chunk = columns(chunk.first, chunk.count);
     if constexpr (gemm::MultipliesStrips<Kernel>) {
-      finish_chunk(worker, task, factor, columns, chunk);
+      finish_chunk(worker, factors[0], of_chunk, chunk);
     } else {
-      multiply_chunk(worker, task, factor, columns, chunk);
+      const auto packed = gemm::pack_tokens<Kernel>(worker.gemm, of_chunk, chunk.count, task.cols);
+      multiply_chunk(worker, factors, packed, chunk);
     }
   });
 }
@@ -158,8 +102,7 @@ void backward_down_weight(Step<Kernel>& step, const BackwardRows<Kernel>& rows, 
   const auto h = [&](index_t row, index_t count) {
     return activation_columns(step, worker, expert, row, count, task.col, task.cols);
   };
-  weight_gradient<Kernel>(worker, task, factor, h, grads.weights.down[expert.expert],
-                          {grads.accumulate, grads.scale});
+  weight_gradient<Kernel>(worker, task, factor, h, grads.weights.down[expert.expert], grads.mode());
 }
 
 // A rectangle of grad_W = grad^T x of gate or up.
@@ -171,7 +114,7 @@ void backward_gate_up_weight(Step<Kernel>& step, Worker<Kernel>& worker, const T
   const auto inputs = gemm::AnyRows(x).gathered(step.work.routing.token_of_row() + expert.row_begin);
   const auto columns = [&](index_t row, index_t) { return inputs.from(row, task.col); };
   weight_gradient<Kernel>(worker, task, {rows_of(grad, expert, 0), nullptr}, columns,
-                          grad_weight[expert.expert], {grads.accumulate, grads.scale});
+                          grad_weight[expert.expert], grads.mode());
 }
 
 }  // namespace moe

@@ -3,6 +3,7 @@ them."""
 
 from __future__ import annotations
 
+import itertools
 import logging
 import weakref
 from collections.abc import Mapping, Sequence
@@ -85,6 +86,7 @@ class ExpertsHook:
         self._layers: weakref.WeakKeyDictionary[nn.Module, _Layer] = weakref.WeakKeyDictionary()
         self._in_graphs: weakref.WeakKeyDictionary[nn.Module, _LayerInGraph] = weakref.WeakKeyDictionary()
         self._warned: set[str] = set()
+        self._unnamed = itertools.count()
 
     def __call__(
         self,
@@ -100,6 +102,10 @@ class ExpertsHook:
             biases = biases_of(module, layer.layout)
             weights = _trained_weights_of(module, layer.layout)
         except NotUnderstoodError as reason:
+            if active and is_mapped(module):
+                raise StateError(
+                    f"{type(module).__name__}: {reason}; no other implementation has adapters on mapped experts"
+                ) from None
             self.warn_once(type(module).__name__, str(reason))
             return _by_default(module, active, hidden_states, top_k_index, top_k_weights)
         device = hidden_states.device
@@ -158,7 +164,7 @@ class ExpertsHook:
     def _name_of(self, module: nn.Module, before: _Layer | None) -> str:
         if before is not None:
             return before.experts.name
-        return _names.get(module, f"experts.{len(self._layers)}")
+        return _names.get(module) or f"experts.{next(self._unnamed)}"
 
     def rename(self, module: nn.Module, name: str) -> None:
         """Gives the layer another name, where it has run already."""

@@ -167,7 +167,9 @@ def lay_out_rows(kind: str, layout: Layout, weights: dict[str, torch.Tensor]) ->
 
     Done in place, one expert's matrix at a time, where the memory is the parameter's alone. Where it is not
     (mapped from a file, shared between processes, seen through other tensors) the parameter gets new memory and
-    the old stays as it is for whoever holds it.
+    the old stays as it is for whoever holds it. A gradient that a parameter has is laid out like it. The state
+    of an optimizer is not to be found from here: torch's fused CPU optimizers apply one that was made with the
+    old layout to other elements than it belongs to (docs/troubleshooting.md).
 
     Args:
         kind: of module, for the log.
@@ -187,6 +189,8 @@ def lay_out_rows(kind: str, layout: Layout, weights: dict[str, torch.Tensor]) ->
             else:
                 how = "in new memory, since its own is mapped, shared or seen through other tensors"
                 weight.data = weight.data.transpose(1, 2).contiguous().transpose(1, 2)
+            if (grad := weight.grad) is not None:  # fused optimizers go through both as they lie in memory
+                weight.grad = grad.transpose(1, 2).contiguous().transpose(1, 2)
             logger.info("%s: %s %s laid out by rows %s", kind, name, list(weight.shape), how)
 
 

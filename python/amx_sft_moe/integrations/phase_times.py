@@ -138,7 +138,7 @@ class _NotPrinted(TrainerCallback):
 
 def log_phase_times(trainer: Trainer, *, phases: bool = True) -> PhaseTimesCallback:
     """Adds a :class:`PhaseTimesCallback` to ``trainer``, before the reporters; returns it. What the Trainer
-    prints stays as it is.
+    prints stays as it is. One that the Trainer has already is replaced: times can be taken once.
 
     Args:
         trainer: whose logs get the times.
@@ -146,6 +146,7 @@ def log_phase_times(trainer: Trainer, *, phases: bool = True) -> PhaseTimesCallb
     """
     callback = PhaseTimesCallback(phases)
     callbacks = trainer.callback_handler.callbacks
+    callbacks[:] = [one for one in callbacks if not isinstance(one, (PhaseTimesCallback, _NotPrinted))]
     callbacks.insert(0, callback)
     printers = [n for n, one in enumerate(callbacks) if isinstance(one, (PrinterCallback, ProgressCallback))]
     if printers:
