@@ -22,7 +22,7 @@ command, or where the system always gives such; the table says in which. kt-kern
 
 `ours-KERNEL` picks a kernel. Like kt-kernel, `ours` writes gradients into the same tensors in every step
 (`out=`); `ours-fresh` allocates them anew, as torch does: at few tokens the page faults of 34 MB of gradients
-for 128 experts show. kt-kernel is optional: `pip install --no-deps kt-kernel==0.7.2`; a peer that is not
+for 128 experts show. kt-kernel is optional: `pip install --no-deps kt-kernel==0.7.2 gguf`; a peer that is not
 installed is left out and said so.
 """
 

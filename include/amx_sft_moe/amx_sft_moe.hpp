@@ -1,7 +1,8 @@
 // amx_sft_moe: the expert part of Mixture-of-Experts layers with LoRA, forward and backward, on the CPU.
 //
-// Header-only C++20. Include this file, link OpenMP (CMake: target amx_sft_moe::amx_sft_moe), pass no -m flags:
-// each kernel's instructions are enabled where they are used, and the CPU is asked at run time.
+// Header-only C++20. Include this file, link OpenMP (CMake: target amx_sft_moe::amx_sft_moe, which requires it) or have
+// one thread, pass no -m flags: each kernel's instructions are enabled where they are used, and the CPU is asked at run
+// time.
 //
 // The layers, from below; each includes only what stands above it in this list:
 //

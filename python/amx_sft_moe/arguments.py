@@ -26,7 +26,7 @@ _GPT_OSS_ALPHA = 1.702
 # What the compiled module takes: sizes have 64 bits, numbers are floats; an OpenMP that cannot have its threads
 # ends the process.
 MAX_INDEX = 2**63 - 1
-MAX_THREADS = 4096
+MAX_THREADS = 4096  # kMaxThreads of the library
 _MAX_FLOAT = (2 - 2**-23) * 2.0**127
 
 

@@ -100,17 +100,19 @@ class SftMoe:
     """Experts of one MoE layer with LoRA: ``y[t] = sum over routes of w * down(act(gate(x), up(x)))``.
 
     Base weights are read where they lie, never copied and never written; their gradients are computed for those
-    who train them. Nothing here builds an autograd graph:
-    tensors that require a gradient are read as they are. For autograd see :mod:`amx_sft_moe.nn`.
+    who train them. Nothing here builds an autograd graph: tensors that require a gradient are read as they are.
+    For autograd see :mod:`amx_sft_moe.nn`.
 
     Dimensions: T tokens, k = ``top_k``, E experts, H hidden, I intermediate, r a LoRA rank.
 
     Results are of the caller's kind (torch tensors for torch callers, numpy arrays, with ml_dtypes' bfloat16,
-    for all others) and own their memory unless ``out=`` was given. Inputs are bfloat16 or float32, of any row
-    stride that is not negative.
+    for all others) and own their memory unless ``out=`` was given. ``x``, ``grad_y`` and routing weights are
+    bfloat16 or float32. Rows of ``x`` and ``grad_y`` are contiguous, any number of elements apart that is not
+    negative; routing weights and expert ids may have any strides.
 
     Threading: the GIL is released while computing. An object serves one call at a time; a second thread gets
-    a :class:`StateError`. Different objects never disturb each other.
+    a :class:`StateError`. Different objects never disturb each other, unless
+    they share a workspace.
 
     Args:
         num_experts: E.

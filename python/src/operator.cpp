@@ -72,6 +72,7 @@ py::object Operator::forward_sft(py::handle x, py::handle expert_ids, py::handle
   const Tensor y = out.is_none() ? allocate(in.x.family, in.x.dtype(), {in.tokens(), config_.hidden_size}, "y")
                                  : read_tensor(out, "out");
   const AnyMatrix y_view = output_matrix(y, "out", in.tokens(), config_.hidden_size);
+  entries_.reserve(entries_.size() + 1);  // nothing may fail once the library has saved its part
   {
     const WithoutGil released(ranges_.get());
     use(parameters);
@@ -185,6 +186,10 @@ py::tuple Operator::backward_saved(py::handle x, py::handle expert_ids, py::hand
   const Tensor saved = read_tensor(saved_object, "saved activations");
   require_element(saved, "saved activations", layout.dtype());
   require_shape(saved, "saved activations", {layout.elements()});
+  if (layout.elements() > 1 && saved.strides[0] != 1) {  // of a hook on saved tensors
+    throw ArgumentError(
+        concat("saved activations: expected adjacent elements (stride 1), got stride ", saved.strides[0]));
+  }
 
   py::list results;
   for (std::size_t slot = 0; slot < kGradientCount; ++slot) results.append(py::none());

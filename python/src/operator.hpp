@@ -3,10 +3,10 @@
 #pragma once
 
 #include <atomic>
-#include <deque>
 #include <memory>
 #include <optional>
 #include <string>
+#include <vector>
 
 #include "call_tensors.hpp"
 #include "kernels.hpp"
@@ -104,7 +104,7 @@ class Operator {
   StepTotals forward_totals_, backward_totals_;
   BaseTensors base_;
   ParameterObjects parameters_;
-  std::deque<GradientTypes> entries_;  // of the stack: what the library does not know about its entries
+  std::vector<GradientTypes> entries_;  // of the stack: what the library does not know about its entries
   std::atomic_flag in_use_ = ATOMIC_FLAG_INIT;
 };
 

@@ -260,7 +260,9 @@ Tensor read_tensor(py::handle object, std::string_view argument) {
   Tensor tensor;
   tensor.owner = py::reinterpret_borrow<py::object>(object);
   const TorchTypes* torch = torch_types();
-  if (torch != nullptr && PyObject_IsInstance(object.ptr(), torch->tensor) == 1) {
+  const int is_torch = torch == nullptr ? 0 : PyObject_IsInstance(object.ptr(), torch->tensor);
+  if (is_torch < 0) throw py::error_already_set();
+  if (is_torch > 0) {
     fill_from_torch(tensor, object, argument, *torch);
   } else if (py::isinstance<py::array>(object)) {
     fill_from_numpy(tensor, py::reinterpret_borrow<py::array>(object), argument);

@@ -33,7 +33,9 @@ void require_apart(const Tensor& tensor, std::string_view argument) {
     return d < static_cast<std::size_t>(tensor.dims) ? Extent{tensor.shape[d], tensor.strides[d]}
                                                      : Extent{1, 0};
   };
-  if (elements_overlap({dim(0), dim(1), dim(2)})) {
+  const std::array<Extent, 3> dims{dim(0), dim(1), dim(2)};
+  if (!addressable(dims)) refuse_strides(tensor, argument, "elements within an address space");
+  if (elements_overlap(dims)) {
     refuse_strides(tensor, argument, "elements that do not overlap");
   }
 }

@@ -69,9 +69,13 @@ TEST(AlignedBuffer, GrowsFromOneAlignmentToTheOther) {
     EXPECT_EQ(buffer.bytes(), static_cast<index_t>(2 * kHugePage));
     buffer[2 * kHugeFloats - 1] = 1.0F;
     EXPECT_FALSE(buffer.reserve(8)) << "it never shrinks";
-    const AlignedBuffer<float> moved = std::move(buffer);
+    AlignedBuffer<float> moved = std::move(buffer), assigned(8);
     EXPECT_EQ(moved[2 * kHugeFloats - 1], 1.0F);
+    assigned = std::move(moved);
+    EXPECT_EQ(assigned[2 * kHugeFloats - 1], 1.0F);
     EXPECT_EQ(sft_test::live_aligned_allocations() - before, 1);
+    EXPECT_TRUE(buffer.reserve(1)) << "it has nothing left";  // NOLINT(bugprone-use-after-move)
+    EXPECT_TRUE(moved.reserve(1));                            // NOLINT(bugprone-use-after-move)
   }
   EXPECT_EQ(sft_test::live_aligned_allocations(), before);
 }

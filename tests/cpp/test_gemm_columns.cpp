@@ -336,6 +336,36 @@ TYPED_TEST(GemmColumns, NnInPartsIsExact) {
   }
 }
 
+// Whether rows, columns or neither lie side by side where C is stored: the same bits, also where it is added to, which is
+// rounded once.
+TYPED_TEST(GemmColumns, StoredAnywhereAlike) {
+  constexpr index_t kRows = 21, kCols = 83;
+  for (const bool accumulate : {false, true}) {
+    for (const float scale : {1.0F, -0.3F}) {
+      const auto stored = [&]<class T>(index_t row_stride, index_t col_stride, T) {
+        std::vector<T> memory(static_cast<std::size_t>(3 * kRows * kCols + 1), from_float<T>(0.7F));
+        const arch::BlockTarget<T> to{memory.data(), row_stride, col_stride, accumulate, scale, nullptr};
+        std::vector<float> c(static_cast<std::size_t>(kRows * kCols));
+        for (std::size_t n = 0; n < c.size(); ++n) c[n] = 0.1F * static_cast<float>(n % 97) - 3.3F;
+        TypeParam::Rows::store(c.data(), kCols, kRows, kCols, to);
+        std::vector<float> found;
+        for (index_t i = 0; i < kRows; ++i) {
+          for (index_t j = 0; j < kCols; ++j) {
+            found.push_back(to_float(memory[static_cast<std::size_t>(i * row_stride + j * col_stride)]));
+          }
+        }
+        return found;
+      };
+      const auto by_rows = stored(kCols, 1, float{});
+      EXPECT_EQ(stored(1, kRows, float{}), by_rows);
+      EXPECT_EQ(stored(2, 2 * kRows, float{}), by_rows);
+      const auto rounded = stored(kCols, 1, bf16{});
+      EXPECT_EQ(stored(1, kRows, bf16{}), rounded);
+      EXPECT_EQ(stored(2, 2 * kRows, bf16{}), rounded);
+    }
+  }
+}
+
 // Base product and LoRA are terms of one sum; an absent adapter has no products, and neither has an idle sum.
 TYPED_TEST(GemmColumns, TermsAreSummedAndEmptyOnesAreNothing) {
   for (const auto& [first, second, third] :

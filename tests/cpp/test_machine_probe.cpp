@@ -10,9 +10,10 @@ namespace {
 using amx_sft_moe::ArgumentError;
 using amx_sft_moe::measure_machine;
 
-TEST(MachineProbe, RefusesNoThreads) {
+TEST(MachineProbe, RefusesWhatIsNoNumberOfThreads) {
   expect_refused<ArgumentError>([] { measure_machine(0); }, {"threads", "1", "0"});
   expect_refused<ArgumentError>([] { measure_machine(-2); }, {"threads", "1", "-2"});
+  expect_refused<ArgumentError>([] { measure_machine(4097); }, {"threads", "4096", "4097"});
 }
 
 TEST(MachineProbe, RefusesTooLittleMemory) {

@@ -73,8 +73,8 @@ TYPED_TEST(OperatorActivations, FarOut) {
     const Glu glu{form, 7.0, 1.702};
     const Problem problem =
         problem_of(kWeightDType<TypeParam>, glu,
-                   this->repeated({-1e4, -300.0, -100.0, -88.0, 0.0, 88.0, 100.0, 300.0, 1e4}),
-                   this->repeated({1.0, -2.0, 3.0, 1.0, 1.0, -1.0, 1.0, -2.0, 0.5}));
+                   this->repeated({-2.5e38, -1e4, -300.0, -100.0, -88.0, 0.0, 88.0, 100.0, 300.0, 1e4}),
+                   this->repeated({0.5, 1.0, -2.0, 3.0, 1.0, 1.0, -1.0, 1.0, -2.0, 0.5}));
     const Outputs out = step_alone<TypeParam>(problem);
     const reference::Results want = reference::step(problem.layer(), problem.batch());
     for (std::size_t t = 0; t < reference::kTensors; ++t) {

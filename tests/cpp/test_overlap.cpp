@@ -113,6 +113,34 @@ TEST(MemoryOverlap, AgreesWithCounting) {
   EXPECT_LT(undecided, apart / 4);
 }
 
+// Tensors of unlike sizes within the dimensions of one buffer, of elements side by side: nothing is undecided.
+TEST(MemoryOverlap, PartsOfOneBuffer) {
+  int sharing = 0, apart = 0;
+  for (const index_t rows : {1, 2, 3}) {
+    for (const index_t wide_a : {1, 2, 5}) {
+      for (const index_t wide_b : {1, 3, 6}) {
+        for (const index_t experts : {1, 2}) {
+          for (index_t begin = -50; begin <= 50; ++begin) {
+            const std::array<Extent, 3> a{Extent{2, 21}, {rows, 7}, {wide_a, 1}};
+            const std::array<Extent, 3> b{Extent{experts, 21}, {2, 7}, {wide_b, 1}};
+            std::set<index_t> both = elements(0, a);
+            const std::set<index_t> other = elements(begin, b);
+            const std::size_t all = both.size() + other.size();
+            both.insert(other.begin(), other.end());
+            const bool shares = both.size() < all;
+            ASSERT_EQ(memory_overlaps(at(0, a), at(begin, b)), shares)
+                << rows << " " << wide_a << " " << wide_b << " " << experts << " " << begin;
+            ASSERT_EQ(memory_overlaps(at(begin, b), at(0, a)), shares);
+            (shares ? sharing : apart)++;
+          }
+        }
+      }
+    }
+  }
+  EXPECT_GT(sharing, 1000);
+  EXPECT_GT(apart, 1000);
+}
+
 TEST(MemoryOverlap, LayoutsOfGradients) {
   const std::array<Extent, 3> half{Extent{8, 2 * 6 * 10}, {6, 10}, {10, 1}};  // rows of [8, 12, 10]
   EXPECT_FALSE(memory_overlaps(at(0, half), at(60, half)));
@@ -127,6 +155,14 @@ TEST(MemoryOverlap, LayoutsOfGradients) {
   EXPECT_TRUE(memory_overlaps(at(0, half), at(59, {Extent{8, 120}, {10, 6}, {6, 1}})));
   EXPECT_FALSE(memory_overlaps(at(0, half), Footprint{}));
   EXPECT_FALSE(memory_overlaps(at(0, half), at(5, {Extent{8, 120}, {0, 10}, {10, 1}})));
+  // Factors of ranks 2 and 5 side by side in rows of 7; rows of numbers of 2 and of 4 bytes in one buffer.
+  const std::array<Extent, 3> two{Extent{8, 42}, {6, 7}, {2, 1}}, five{Extent{8, 42}, {6, 7}, {5, 1}};
+  EXPECT_FALSE(memory_overlaps(at(0, two), at(2, five)));
+  EXPECT_FALSE(memory_overlaps(at(5, two), at(0, five)));
+  EXPECT_TRUE(memory_overlaps(at(4, two), at(0, five)));
+  const Footprint of_four(reinterpret_cast<const void*>(at(10, two).begin), 4, {Extent{1, 0}, {9, 7}, {2, 1}});
+  EXPECT_FALSE(memory_overlaps(at(0, {Extent{1, 0}, {9, 14}, {10, 1}}), of_four));
+  EXPECT_TRUE(memory_overlaps(at(0, {Extent{1, 0}, {9, 14}, {11, 1}}), of_four));
   // The same memory as elements of another size.
   EXPECT_TRUE(memory_overlaps(at(0, half), Footprint(reinterpret_cast<const void*>(at(9, half).begin), 4,
                                                      {Extent{1, 0}, {1, 0}, {1, 1}})));

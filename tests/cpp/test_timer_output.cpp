@@ -107,6 +107,11 @@ TEST(TimerOutput, RefusesWhatItCannotDo) {
     const std::string path = fresh_file("dumps_and_trace").string();
     const Variable dumps("AMX_SFT_MOE_TIMER_FILE", path), trace("AMX_SFT_MOE_TRACE", path);
     EXPECT_EQ(message(), "AMX_SFT_MOE_TRACE: expected another file than AMX_SFT_MOE_TIMER_FILE, got " + path);
+    const std::string other_name = fresh_file("another_name").string();
+    std::filesystem::create_symlink(path, other_name);
+    const Variable same("AMX_SFT_MOE_TRACE", other_name);
+    EXPECT_EQ(message(),
+              "AMX_SFT_MOE_TRACE: expected another file than AMX_SFT_MOE_TIMER_FILE, got " + other_name);
   }
   const Variable file("AMX_SFT_MOE_TIMER_FILE", testing::TempDir() + "no/such/folder/file");
   EXPECT_NE(message().find("AMX_SFT_MOE_TIMER_FILE: expected a file to append to, got "), std::string::npos);

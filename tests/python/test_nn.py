@@ -264,6 +264,16 @@ def test_change_between_forward_and_backward_is_noticed() -> None:
         y.backward(layer.grad_y)
 
 
+def test_saved_activations_that_a_hook_spreads_are_refused() -> None:
+    layer = make_layer(SIZES)
+    with torch.autograd.graph.saved_tensors_hooks(
+        lambda t: t, lambda t: torch.stack([t, t], 1)[:, 0] if t.dim() == 1 else t
+    ):
+        y = call(frozen(layer), layer, leaves_of(layer))
+    with pytest.raises(ArgumentError, match=r"saved activations: expected adjacent elements .* got stride 2"):
+        y.backward(layer.grad_y)
+
+
 @pytest.mark.parametrize("trained", [False, True])
 def test_changed_weights_are_noticed_where_hooks_keep_copies(trained: bool) -> None:
     """The operator reads the weights where they are, not what a hook on saved tensors kept of them."""

@@ -57,7 +57,7 @@ inline CpuFeatures read_cpu_features() {
   if (__get_cpuid_count(7, 0, &a, &b, &c, &d) == 0) return found;
   found.avx2 = ymm && fma && (b >> 5 & 1U) != 0;
   found.avx512 =
-      zmm && (b >> 16 & 1U) != 0 && (b >> 17 & 1U) != 0 && (b >> 30 & 1U) != 0 && (b >> 31 & 1U) != 0;
+      zmm && fma && (b >> 16 & 1U) != 0 && (b >> 17 & 1U) != 0 && (b >> 30 & 1U) != 0 && (b >> 31 & 1U) != 0;
   found.amx_bf16 = tiles && (d >> 22 & 1U) != 0;
   found.amx_tile = tiles && (d >> 24 & 1U) != 0;
   found.amx_int8 = tiles && (d >> 25 & 1U) != 0;

@@ -13,6 +13,7 @@
 #include <memory>
 #include <new>
 #include <type_traits>
+#include <utility>
 
 #include "amx_sft_moe/core/element.hpp"
 
@@ -37,6 +38,14 @@ class AlignedBuffer {
  public:
   AlignedBuffer() = default;
   explicit AlignedBuffer(index_t size) { reserve(size); }
+  AlignedBuffer(AlignedBuffer&& other) noexcept
+      : data_(std::move(other.data_)), capacity_(std::exchange(other.capacity_, 0)) {}
+  AlignedBuffer& operator=(AlignedBuffer&& other) noexcept {
+    data_ = std::move(other.data_);
+    capacity_ = std::exchange(other.capacity_, 0);
+    return *this;
+  }
+  ~AlignedBuffer() = default;
 
   // Makes room for `size` elements; returns whether memory was allocated. Strong guarantee: on std::bad_alloc
   // the buffer is as it was.

@@ -8,6 +8,8 @@
 #include <cstdint>
 #include <cstdlib>
 #include <numeric>
+#include <optional>
+#include <span>
 #include <utility>
 
 #include "amx_sft_moe/core/element.hpp"
@@ -119,24 +121,63 @@ inline bool ranges_meet(const Footprint& a, const Footprint& b) {
   return a.element > 0 && b.element > 0 && a.begin < b.end() && b.begin < a.end();
 }
 
-// Whether tensors of the same strides take turns in memory, such as gate and up rows of one tensor: as one tensor
-// with a dimension more, which of the two it is, they have each stride beyond the reach of those below.
-inline bool take_turns(const Footprint& a, const Footprint& b) {
-  std::array<Extent, 4> all{};
+// Elements side by side as one longer element.
+inline Footprint with_runs_as_elements(Footprint memory) {
+  for (bool joined = true; joined;) {
+    joined = false;
+    for (Extent& dim : memory.dims) {
+      if (dim.count <= 1 || dim.stride != memory.element) continue;
+      memory.element *= dim.count;
+      dim = {1, 0};
+      joined = true;
+    }
+  }
+  return memory;
+}
+
+// One dimension of two tensors that have its stride in common.
+struct CommonExtent {
+  index_t stride, count_a, count_b;
+};
+
+// Whether they share a byte where b begins `offset` bytes behind a. Dimensions come with the largest stride first, and
+// none of the two reaches further inside one than its stride: so of all distances between an index of a and one of b only
+// two are near enough to matter.
+inline bool nested_share(std::span<const CommonExtent> dims, index_t offset, index_t element_a,
+                         index_t element_b) {
+  if (dims.empty()) return offset < element_a && -offset < element_b;
+  const CommonExtent& dim = dims.front();
+  const index_t rest = (offset % dim.stride + dim.stride) % dim.stride;
+  const index_t apart = (rest - offset) / dim.stride;  // b's index less a's
+  const auto shares = [&](index_t indices, index_t inside) {
+    const bool exists = indices > -dim.count_a && indices < dim.count_b;
+    return exists && nested_share(dims.subspan(1), inside, element_a, element_b);
+  };
+  return shares(apart, rest) || shares(apart - 1, rest - dim.stride);
+}
+
+// Whether two tensors share a byte, where each dimension has one stride in both and lies beyond the reach of those inside
+// it, such as gate and up rows of one tensor or matrices side by side in the rows of a buffer; nothing where that is not so.
+inline std::optional<bool> share_by_strides(const Footprint& whole_a, const Footprint& whole_b) {
+  const Footprint a = with_runs_as_elements(whole_a), b = with_runs_as_elements(whole_b);
+  std::array<CommonExtent, 3> dims{};
+  std::size_t used = 0;
   for (std::size_t d = 0; d < 3; ++d) {
-    const bool unlike = a.dims[d].count > 1 && b.dims[d].count > 1 && a.dims[d].stride != b.dims[d].stride;
-    if (unlike) return false;
-    all[d] = {std::max(a.dims[d].count, b.dims[d].count), std::max(a.dims[d].stride, b.dims[d].stride)};
+    const Extent &of_a = a.dims[d], &of_b = b.dims[d];
+    if (of_a.count > 1 && of_b.count > 1 && of_a.stride != of_b.stride) return std::nullopt;
+    if (of_a.count > 1 || of_b.count > 1) ++used;
+    dims[d] = {std::max(of_a.stride, of_b.stride), of_a.count, of_b.count};
   }
-  all[3] = {2, static_cast<index_t>(std::max(a.begin, b.begin) - std::min(a.begin, b.begin))};
-  std::sort(all.begin(), all.end(), [](const Extent& x, const Extent& y) { return x.stride < y.stride; });
-  index_t reach = std::max(a.element, b.element) - 1;
-  for (const Extent& dim : all) {
-    if (dim.count == 1) continue;
-    if (dim.stride <= reach) return false;
-    reach += (dim.count - 1) * dim.stride;
+  std::sort(dims.begin(), dims.end(),
+            [](const CommonExtent& x, const CommonExtent& y) { return x.stride > y.stride; });
+  index_t reach_a = a.element, reach_b = b.element;
+  for (std::size_t d = used; d-- > 0;) {
+    if (dims[d].stride < std::max(reach_a, reach_b)) return std::nullopt;
+    reach_a += (dims[d].count_a - 1) * dims[d].stride;
+    reach_b += (dims[d].count_b - 1) * dims[d].stride;
   }
-  return true;
+  return nested_share(std::span(dims.data(), used), static_cast<index_t>(b.begin - a.begin), a.element,
+                      b.element);
 }
 
 // Of b's slices those, [first, last), that may meet a's range: an expert's matrix in a buffer of all its factors lies
@@ -154,18 +195,18 @@ inline std::pair<index_t, index_t> slices_met(const Footprint& a, const Footprin
 
 }  // namespace overlap
 
-// Whether two tensors share a byte. Exact where their ranges do not meet, where they have the same strides, and
-// where that holds for each pair of slices of the first dimension; others of unlike strides that lie among each
-// other count as sharing.
+// Whether two tensors share a byte. Exact where their ranges do not meet, where their strides tell, and where that
+// holds for each pair of slices of the first dimension; others that lie among each other count as sharing.
 inline bool memory_overlaps(const Footprint& a, const Footprint& b) {
-  if (!overlap::ranges_meet(a, b) || overlap::take_turns(a, b)) return false;
+  if (!overlap::ranges_meet(a, b)) return false;
+  if (const auto known = overlap::share_by_strides(a, b)) return *known;
   if (a.dims[0].count == 1 && b.dims[0].count == 1) return true;
   for (index_t i = 0; i < a.dims[0].count; ++i) {
     const Footprint of_a = a.slice(i);
     const auto [first, last] = overlap::slices_met(of_a, b);
     for (index_t j = first; j < last; ++j) {
       const Footprint of_b = b.slice(j);
-      if (overlap::ranges_meet(of_a, of_b) && !overlap::take_turns(of_a, of_b)) return true;
+      if (overlap::ranges_meet(of_a, of_b) && overlap::share_by_strides(of_a, of_b).value_or(true)) return true;
     }
   }
   return false;

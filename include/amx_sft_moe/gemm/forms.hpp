@@ -207,6 +207,7 @@ void product_of_panels(ThreadContext<Kernel>& thread, index_t rows, index_t cols
                        const std::array<NnTerm, Terms>& terms, Epilogue&& epilogue) {
   using E = typename Kernel::Compute;
   using Micro = typename Kernel::Microkernel;
+  static_assert(2 * Terms <= arch::kMaxSegments, "each term may have a staged tail of K");
   index_t all = 0;
   for (const NnTerm& term : terms) all += padded_k<Kernel>(term.k);
   const index_t depth = panel_depth<Kernel>(all, cols);

@@ -88,9 +88,10 @@ inline double bandwidth_of(int threads, index_t bytes) {
 }  // namespace probe
 
 // Some seconds. Bandwidth is that of reading `bandwidth_bytes` once, far more than caches hold. Throws ArgumentError for
-// less than one thread, or less than 4 KiB of them for each.
+// less than one thread, more than kMaxThreads, or less than 4 KiB of them for each.
 inline Machine measure_machine(int threads, index_t bandwidth_bytes = index_t{1} << 30) {
   require_at_least("threads", 1, threads);
+  require_at_most("threads", kMaxThreads, threads);
   require_at_least("bandwidth_bytes", probe::least_bytes(threads), bandwidth_bytes);
   Machine machine;
   const auto cpu = arch::cpu_features();

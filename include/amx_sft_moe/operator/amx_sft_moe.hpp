@@ -7,8 +7,9 @@
 // Threading: an object serves one caller at a time (a second one gets a StateError); different objects are
 // independent unless they share a workspace, which is in use during passes and memory(). What config(), lora(),
 // label() and last_*() return is to be read between calls. Inside, OpenMP threads. Errors: ArgumentError, StateError,
-// KernelError, std::bad_alloc; the object stays usable and a refused call changes nothing. Results depend on
-// inputs and kernel only: the same bits for every number of threads.
+// KernelError, std::bad_alloc; the object stays usable and a refused call changes nothing. Results depend on inputs, kernel
+// and the caller's modes of rounding and of denormals (MXCSR), which the threads take over: the same bits for every number
+// of threads.
 #pragma once
 
 #include <algorithm>
@@ -43,15 +44,16 @@ class AMX_SFT_MOE {
       : config_(std::move(config)),
         blocking_(gemm::Blocking::of_this_machine()),
         workspace_(workspace ? std::move(workspace) : std::make_shared<Workspace>()),
-        stack_((validate::config(config_), config_.cache_depth)),
-        timer_output_(TimerOutput::from_environment()) {
+        stack_(config_.cache_depth) {
+    validate::config(config_);
     if (const std::string why = Kernel::refusal(); !why.empty()) {
       throw KernelError(concat("kernel ", Kernel::kName, ": ", why));
     }
-    forward_record_.wants_spans = config_.record_spans || timer_output_.wants_spans();
-    backward_record_.wants_spans = forward_record_.wants_spans;
     set_base(weights);
     set_lora(lora);
+    timer_output_ = TimerOutput::from_environment();  // last: it makes the files
+    forward_record_.wants_spans = config_.record_spans || timer_output_.wants_spans();
+    backward_record_.wants_spans = forward_record_.wants_spans;
   }
 
   void set_base(const BaseWeights<Weight>& weights) {
@@ -68,8 +70,8 @@ class AMX_SFT_MOE {
   }
 
   // y [T, H] = the experts' output; y may be x itself. With save_for_backward, what backward needs is pushed on the
-  // operator's stack; x as Stored, so that from fp32 x a bf16 kernel's stack gives gradients rounded once more than the
-  // caller's buffers below.
+  // operator's stack; x in the kernel's type: with fp32 x and a bf16 kernel gradients are rounded once more than with
+  // the overload below, whose caller keeps x.
   void forward_sft(const Routing& routing, const AnyConstMatrix& x, const AnyMatrix& y,
                    bool save_for_backward = true) {
     const InUse own = own_use(), shared = workspace_use();
@@ -123,7 +125,7 @@ class AMX_SFT_MOE {
   const Config& config() const { return config_; }
   const LoraWeights& lora() const { return lora_; }
   // Of the last pass of the kind. A call that was refused leaves it as it was; it is empty() after a pass that
-  // std::bad_alloc left half way, until the next one.
+  // std::bad_alloc left half way, until the next one, and always with AMX_SFT_MOE_NO_TIMER.
   const StepRecord& last_forward() const { return forward_record_; }
   const StepRecord& last_backward() const { return backward_record_; }
   // What dumps of this operator's records say about it; the name is the configuration's own.

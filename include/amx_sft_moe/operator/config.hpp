@@ -11,11 +11,6 @@
 
 AMX_SFT_MOE_NAMESPACE_BEGIN
 
-// Beyond any machine's hardware threads. A number that is no number of threads is refused here: OpenMP's runtimes end
-// the process when they cannot start one. That the operating system allows fewer (ulimit -u, a control group's
-// pids.max) stays a matter between the two.
-inline constexpr int kMaxThreads = 4096;
-
 // E experts, k = top_k, H hidden, I intermediate.
 struct Config {
   index_t num_experts = 0;                 // 1 <= E < 2^31

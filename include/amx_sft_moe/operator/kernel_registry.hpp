@@ -164,12 +164,12 @@ std::string resolve_kernel(std::string_view kernel, DType weights) {
     }
   }
   const std::vector<KernelInfo> kernels = list_kernels<List>();
-  std::string why = "no such kernel";
+  constexpr std::string_view kUnknown = "no such kernel";
+  std::string why(wanted == "auto" ? "none is available" : kUnknown);
   for (const KernelInfo& info : kernels) {
     const bool asked = wanted == "auto" || wanted == info.name;
     if (asked && info.weights == weights && info.available) return std::string(info.name);
-    if (wanted == info.name && why == "no such kernel")
-      why = concat("it does not take ", name_of(weights), " weights");
+    if (wanted == info.name && why == kUnknown) why = concat("it does not take ", name_of(weights), " weights");
     if (wanted == info.name && info.weights == weights && !info.available) why = info.why_not;
   }
   throw KernelError(concat(source, ": expected one of ", registry::available_names(kernels, weights), " (for ",

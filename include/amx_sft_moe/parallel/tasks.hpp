@@ -17,6 +17,12 @@
 #include "amx_sft_moe/core/float_mode.hpp"
 
 AMX_SFT_MOE_NAMESPACE_BEGIN
+
+// Beyond any machine's hardware threads. A number that is no number of threads is refused by whoever takes one: OpenMP's
+// runtimes end the process when they cannot start one. That the operating system allows fewer (ulimit -u, a control
+// group's pids.max) stays a matter between the two.
+inline constexpr int kMaxThreads = 4096;
+
 namespace parallel {
 
 inline int default_num_threads() {

@@ -31,6 +31,14 @@ class BoundedFile {
   bool named() const { return !path_.empty(); }
   const std::string& path() const { return path_; }
 
+  // Whether both names are one file's, which has to exist.
+  bool same_as(const BoundedFile& other) const {
+    struct stat own {
+    }, its{};
+    return named() && other.named() && ::stat(path_.c_str(), &own) == 0 &&
+           ::stat(other.path_.c_str(), &its) == 0 && own.st_dev == its.st_dev && own.st_ino == its.st_ino;
+  }
+
   // Whether it can be opened, which a named pipe without a reader cannot; with `regular`, also whether it is a file and
   // not a terminal or a pipe.
   bool usable(bool regular) const {

@@ -39,11 +39,11 @@ class TimerOutput {
           path, limit, "[\n",
           concat(R"({"ph":"i","s":"g","name":"amx_sft_moe trace ended","pid":0,"tid":0,"ts":0,"args":{)", why,
                  "}},\n"));
-      if (output.dumps_.named() && output.dumps_.path() == output.trace_.path())
-        throw ArgumentError(
-            concat("AMX_SFT_MOE_TRACE: expected another file than AMX_SFT_MOE_TIMER_FILE, got ", path));
       if (!output.trace_.usable(/*regular=*/true))
         throw ArgumentError(concat("AMX_SFT_MOE_TRACE: expected a file to append to, got ", path));
+      if (output.trace_.same_as(output.dumps_))
+        throw ArgumentError(
+            concat("AMX_SFT_MOE_TRACE: expected another file than AMX_SFT_MOE_TIMER_FILE, got ", path));
     }
     return output;
   }

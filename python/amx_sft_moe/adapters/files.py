@@ -173,9 +173,14 @@ def replaced_directory(directory: Path, drop: Iterable[str] | None = None) -> It
 
 
 def _umask() -> int:
-    mask = os.umask(0)
-    os.umask(mask)
-    return mask
+    """The process's own, read without changing it where the system tells: other threads make files too."""
+    try:
+        status = Path("/proc/self/status").read_text(encoding="utf-8")
+        return int(status.partition("\nUmask:")[2].split()[0], 8)
+    except (OSError, IndexError, ValueError):
+        mask = os.umask(0o077)
+        os.umask(mask)
+        return mask
 
 
 def _carry_over(source: Path, target: Path, without: set[str]) -> None:

@@ -7,13 +7,13 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from amx_sft_moe.arguments import MAX_THREADS
 from amx_sft_moe.system.process import DEFAULT_THREADS, default_threads
 
 _LARGEST_FLOAT32 = 2.0**128 - 2.0**104
 _LARGEST_SEED = 2**32 - 1  # numpy's, which transformers seeds too
 _LARGEST_BATCH, _LONGEST_SEQUENCE = 2**16, 2**20  # far above what trains, below what overflows
 _LARGEST_RANK, _MOST_STEPS = 2**16, 10**9
-_MOST_THREADS = 4096  # kMaxThreads of the operator
 
 OURS = "amx_sft_moe"  # experts_implementation: this package's operator
 CHECKPOINT_LEARNING_RATE = 2e-4  # for a model that has learnt a lot; one made here needs and stands more
@@ -227,8 +227,8 @@ def parse(argv: list[str]) -> Options:
     if given.get("dense_dtype", dtype) not in (dtype, "float32"):
         command.error(f"--dense-dtype: expected float32, as --dtype, got {given['dense_dtype']}")
     threads = given.get("threads", default_threads())
-    if threads > _MOST_THREADS:  # OMP_NUM_THREADS can say as much
-        command.error(f"--threads: expected at most {_MOST_THREADS}, got {threads}")
+    if threads > MAX_THREADS:  # OMP_NUM_THREADS can say as much
+        command.error(f"--threads: expected at most {MAX_THREADS}, got {threads}")
     defaults = _QUICK if given["quick"] else Options()
     derived: dict[str, Any] = {"threads": threads, "dense_dtype": _dense_dtype(dtype)}
     if "rank" in given:

@@ -25,13 +25,12 @@ AMX_SFT_MOE_INLINE AMX_SFT_MOE_TARGET_AVX2 void finish_sums(const __m256 (&sum)[
   AMX_SFT_MOE_UNROLL
   for (std::size_t r = 0; r < Rows; ++r) {
     T* row = to.data + static_cast<index_t>(r) * to.row_stride;
-    __m256 low = _mm256_mul_ps(sum[r][0], scale);
-    __m256 high = _mm256_mul_ps(sum[r][1], scale);
     if (to.accumulate) {
-      low = _mm256_add_ps(low, load8(row));
-      high = _mm256_add_ps(high, load8(row + kLanes));
+      write16(row, _mm256_fmadd_ps(sum[r][0], scale, load8(row)),
+              _mm256_fmadd_ps(sum[r][1], scale, load8(row + kLanes)), to.past_caches);
+    } else {
+      write16(row, _mm256_mul_ps(sum[r][0], scale), _mm256_mul_ps(sum[r][1], scale), to.past_caches);
     }
-    write16(row, low, high, to.past_caches);
   }
 }
 

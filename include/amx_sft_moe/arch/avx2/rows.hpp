@@ -89,21 +89,22 @@ struct Avx2Rows {
       T* out = to.data + i * to.row_stride;
       index_t j = 0;
       for (; j < together; j += 16) {
-        __m256 low = _mm256_mul_ps(avx2::load8(from + j), scale);
-        __m256 high = _mm256_mul_ps(avx2::load8(from + j + 8), scale);
+        const __m256 low = avx2::load8(from + j), high = avx2::load8(from + j + 8);
         if (to.accumulate) {
-          low = _mm256_add_ps(low, avx2::load8(out + j));
-          high = _mm256_add_ps(high, avx2::load8(out + j + 8));
+          avx2::store16(out + j, _mm256_fmadd_ps(low, scale, avx2::load8(out + j)),
+                        _mm256_fmadd_ps(high, scale, avx2::load8(out + j + 8)));
+        } else {
+          avx2::store16(out + j, _mm256_mul_ps(low, scale), _mm256_mul_ps(high, scale));
         }
-        avx2::store16(out + j, low, high);
       }
       for (; j < cols; j += 8) {
         const index_t lanes = cols - j;
         const __m256 factor =
             to.col_scale == nullptr ? scale : _mm256_mul_ps(scale, avx2::load8(to.col_scale + j, lanes));
-        __m256 value = _mm256_mul_ps(avx2::load8(from + j, lanes), factor);
-        if (to.accumulate) value = _mm256_add_ps(value, avx2::load8(out + j, lanes));
-        avx2::store8(out + j, lanes, value);
+        const __m256 value = avx2::load8(from + j, lanes);
+        avx2::store8(out + j, lanes,
+                     to.accumulate ? _mm256_fmadd_ps(value, factor, avx2::load8(out + j, lanes))
+                                   : _mm256_mul_ps(value, factor));
       }
     }
   }
@@ -125,10 +126,11 @@ struct Avx2Rows {
         for (int t = 0; t < 8; ++t) {
           if (j + t >= cols) break;
           T* out = to.data + (j + t) * to.col_stride + i;
-          const float factor = to.col_scale == nullptr ? to.scale : to.scale * to.col_scale[j + t];
-          __m256 value = _mm256_mul_ps(r[t], _mm256_set1_ps(factor));
-          if (to.accumulate) value = _mm256_add_ps(value, avx2::load8(out, lanes));
-          avx2::store8(out, lanes, value);
+          const __m256 factor =
+              _mm256_set1_ps(to.col_scale == nullptr ? to.scale : to.scale * to.col_scale[j + t]);
+          avx2::store8(out, lanes,
+                       to.accumulate ? _mm256_fmadd_ps(r[t], factor, avx2::load8(out, lanes))
+                                     : _mm256_mul_ps(r[t], factor));
         }
       }
     }

@@ -200,10 +200,12 @@ struct Avx512Rows {
         for (int t = 0; t < 16; ++t) {
           if (j + t >= cols) break;
           T* out = to.data + (j + t) * to.col_stride + i;
-          const float factor = to.col_scale == nullptr ? to.scale : to.scale * to.col_scale[j + t];
-          __m512 value = _mm512_mul_ps(_mm512_castsi512_ps(r[t]), _mm512_set1_ps(factor));
-          if (to.accumulate) value = _mm512_add_ps(value, avx512::load16(out, lanes));
-          avx512::store16(out, lanes, value);
+          const __m512 factor =
+              _mm512_set1_ps(to.col_scale == nullptr ? to.scale : to.scale * to.col_scale[j + t]);
+          const __m512 value = _mm512_castsi512_ps(r[t]);
+          avx512::store16(out, lanes,
+                          to.accumulate ? _mm512_fmadd_ps(value, factor, avx512::load16(out, lanes))
+                                        : _mm512_mul_ps(value, factor));
         }
       }
     }

@@ -32,7 +32,7 @@ inline GluGradient glu_gradient(const SiluGlu&, float gate, float up) {
 inline float glu(const ClampedGlu& act, float gate, float up) {
   const float g = gate > act.limit ? act.limit : gate;  // a NaN stays one, here and below
   const float u = up < -act.limit ? -act.limit : (up > act.limit ? act.limit : up);
-  return (u + 1.0F) * g * sigmoid(act.alpha * g);
+  return (u + 1.0F) * (g * sigmoid(act.alpha * g));
 }
 
 inline GluGradient glu_gradient(const ClampedGlu& act, float gate, float up) {

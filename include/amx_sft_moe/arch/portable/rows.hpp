@@ -3,6 +3,8 @@
 // vectorise them at -O2.
 #pragma once
 
+#include <cmath>
+
 #include "amx_sft_moe/arch/operands.hpp"
 
 AMX_SFT_MOE_NAMESPACE_BEGIN
@@ -53,16 +55,20 @@ struct PortableRows {
     }
   }
 
-  // A finished block of C [rows, cols] to its place.
+  // A finished block of C [rows, cols] to its place. What is added to is rounded once, as by vectors' instructions: where
+  // the place lies changes no bit.
   template <class T>
   static void store(const float* c, index_t c_stride, index_t rows, index_t cols, const BlockTarget<T>& to) {
     for (index_t i = 0; i < rows; ++i) {
       for (index_t j = 0; j < cols; ++j) {
         T& out = to.data[i * to.row_stride + j * to.col_stride];
-        float value = c[i * c_stride + j] * to.scale;
-        if (to.col_scale != nullptr) value *= to.col_scale[j];
-        if (to.accumulate) value += to_float(out);
-        out = from_float<T>(value);
+        const float factor = to.col_scale == nullptr ? to.scale : to.scale * to.col_scale[j];
+        const float value = c[i * c_stride + j];
+        if (!to.accumulate) {
+          out = from_float<T>(value * factor);
+        } else {  // without fma(), which some CPUs have no instruction for, in the usual case
+          out = from_float<T>(factor == 1.0F ? value + to_float(out) : std::fma(value, factor, to_float(out)));
+        }
       }
     }
   }

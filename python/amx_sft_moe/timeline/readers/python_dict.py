@@ -61,8 +61,7 @@ def _add(times: Mapping[str, Any], into: Collector, at: int) -> int:
 
 def from_times(times: Iterable[Mapping[str, Any]]) -> Timeline:
     """Dicts of ``last_forward_times()`` and ``last_backward_times()`` as a timeline of passes laid one after
-    the
-    other; empty dicts (nothing recorded yet) are passed over.
+    the other; empty dicts (nothing recorded yet) are passed over.
 
     Raises:
         TimelineError: not such a dict, or nothing in any of them.
