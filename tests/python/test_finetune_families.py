@@ -208,7 +208,13 @@ def test_a_checkpoint_without_a_tokenizer(family, tmp_path, monkeypatch, capsys)
     assert not [path for path in (tmp_path / "out").rglob("*") if path.is_file()]
 
 
+def refused(*arguments):
+    raise ArgumentError("model: expected what this layout can say, got something else")
+
+
 def test_an_adapter_that_is_not_read_back_is_reported(tmp_path, monkeypatch, capsys):
+    """Nor could it be written per expert."""
+    monkeypatch.setattr(adapters, "save_per_expert", refused)
     wanted = replace(options(tmp_path, checkpoint(tmp_path / "checkpoint", "mixtral")), compare_steps=1)
 
     def killed(*arguments):
@@ -223,16 +229,16 @@ def test_an_adapter_that_is_not_read_back_is_reported(tmp_path, monkeypatch, cap
     metrics = json.loads((tmp_path / "out" / "metrics.json").read_text())
     assert metrics["adapter"]["stock_loss"] is None
     assert metrics["adapter"]["stock_error"].startswith("stock PEFT could not read a")
+    assert metrics["adapter"]["fused"].endswith("got something else")
     assert len(metrics["comparison"]) == 2
     report = (tmp_path / "out" / "report.md").read_text()
     assert "its last words" in report
     assert "failed" in report
+    assert "fused, as PEFT writes it; not per expert: model: expected what this layout can say" in report
+    assert "a pair of factors per expert" not in report
 
 
 def test_an_adapter_saved_fused_leaves_the_users_own_card(tmp_path, monkeypatch):
-    def refused(*arguments):
-        raise ArgumentError("model: expected what this layout can say, got something else")
-
     monkeypatch.setattr(adapters, "save_per_expert", refused)
     wanted = options(tmp_path, checkpoint(tmp_path / "checkpoint", "mixtral"))
     bare = model.load_model(wanted.model, torch.bfloat16, torch.bfloat16, OURS)

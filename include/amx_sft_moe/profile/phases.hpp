@@ -14,7 +14,8 @@
 
 AMX_SFT_MOE_NAMESPACE_BEGIN
 
-// A group is one stage of a pass: an NVTX range on the calling thread and one [BWD TIMER] / [FWD TIMER] line.
+// A group is one stage of a pass: an NVTX range on the calling thread and one [BWD TIMER] / [FWD TIMER] line. That of the
+// routing weights, a published name, has a line only: their gradients are written in kBackwardGateUp's last region.
 enum class PhaseGroup : std::uint8_t {
   kForwardGather,
   kForwardGateUp,

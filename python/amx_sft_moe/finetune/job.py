@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import platform
 import tempfile
+from dataclasses import replace
 from importlib.metadata import version
 from pathlib import Path
 
@@ -46,8 +47,8 @@ def run(options: Options) -> results.Results:
             tokens = stages.examples_as_tokens(options, text, base, say)
             adapted = stages.train_adapter(options, base, tokens, scratch, say)
         with say.stage("The adapter, per expert, read back by stock PEFT"):
-            base = stages.keep(options, out, base, adapted, say)
-            saved = stages.read_back(options, base, adapted, tokens, scratch, say)
+            base, fused = stages.keep(options, out, base, adapted, say)
+            saved = replace(stages.read_back(options, base, adapted, tokens, scratch, say), fused=fused)
         count = max(options.compare_steps, 1)
         batches = comparison.batches(tokens.training, count, options.batch_size, options.seed)
         lanes = None

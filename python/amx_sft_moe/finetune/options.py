@@ -202,7 +202,7 @@ def parser() -> argparse.ArgumentParser:
         metavar="N",
     )
     group.add_argument(
-        "--quick", action="store_true", help="tiny sizes, to see in seconds that everything works"
+        "--quick", action="store_true", help="tiny sizes, to see in a minute or two that everything works"
     )
     return result
 

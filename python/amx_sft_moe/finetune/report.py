@@ -107,10 +107,10 @@ def markdown(results: Results, picture: str) -> str:
         f"The experts of layer {results.backward.layer} of {results.backward.layers} in one step, as the "
         "operator dumps it (`AMX_SFT_MOE_TIMER=text`)."
     )
-    written = (
-        f"`adapter/`, {results.adapter.bytes / 1e6:.1f} MB: a pair of factors per expert and projection, the "
-        "form that PEFT loads and servers converge on."
-    )
+    form = "a pair of factors per expert and projection, the form that PEFT loads and servers converge on."
+    if results.adapter.fused:
+        form = f"fused, as PEFT writes it; not per expert: {results.adapter.fused}"
+    written = f"`adapter/`, {results.adapter.bytes / 1e6:.1f} MB: {form}"
     parts += [
         "## Where the time of a backward goes",
         dumped,

@@ -57,6 +57,7 @@ class Adapter:
         float | None
     )  # a fresh process, stock transformers and PEFT; None: no memory for it, or it failed
     stock_error: str = ""  # why it failed
+    fused: str = ""  # why it is not in a pair of factors per expert; empty: it is
 
 
 @dataclass

@@ -194,8 +194,9 @@ def train_adapter(options: Options, base: Base, tokens: Tokens, scratch: Path, s
     return Adapted(adapted, start, trained, curve)
 
 
-def keep(options: Options, out: Output, base: Base, adapted: Adapted, say: Terminal) -> Base:
-    """Writes the adapter, and puts it and the base where they stay; returns the base there.
+def keep(options: Options, out: Output, base: Base, adapted: Adapted, say: Terminal) -> tuple[Base, str]:
+    """Writes the adapter, and puts it and the base where they stay; returns the base there, and why the adapter
+    is not per expert where it is not.
 
     FinetuneError, and all stays as it was, where training has not led to numbers.
     """
@@ -205,7 +206,7 @@ def keep(options: Options, out: Output, base: Base, adapted: Adapted, say: Termi
     if reason:
         say.fact("form", f"fused, as PEFT writes it; not per expert: {reason}")
     out.keep()
-    return replace(base, folder=base.place)
+    return replace(base, folder=base.place), reason
 
 
 def _require_finite(options: Options, adapted: Adapted) -> None:
