@@ -129,6 +129,7 @@ class KernelForms {
     });
   }
 
+  // One product, as the operator makes it of up to 512 tokens.
   double tn_seconds(index_t m, index_t products) {
     const index_t wide =
         blocking_.template tn_cols<Kernel>(m, shape_.in, {memory_.matrices, memory_.matrices * m, threads_});

@@ -402,7 +402,9 @@ def sft_moe(
 
     Raises:
         ArgumentError, TypeError: an argument does not fit. StateError: the thread's workspace is in use, or a
-            tracer other than torch.compile's is at work (torch.export, torch.jit.trace, make_fx).
+            tracer other than torch.compile's is at work (torch.export, torch.jit.trace, make_fx), or a
+            transform of torch.func; from the backward, where base weights have changed since the forward or
+            gradients come batched (is_grads_batched).
     """
     require_tensors(x=x, expert_ids=expert_ids, routing_weights=routing_weights)
     biases = experts.biases if biases is None else biases

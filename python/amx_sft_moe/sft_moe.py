@@ -111,8 +111,7 @@ class SftMoe:
     negative; routing weights and expert ids may have any strides.
 
     Threading: the GIL is released while computing. An object serves one call at a time; a second thread gets
-    a :class:`StateError`. Different objects never disturb each other, unless
-    they share a workspace.
+    a :class:`StateError`. Different objects never disturb each other, unless they share a workspace.
 
     Args:
         num_experts: E.

@@ -163,6 +163,12 @@ TEST(MemoryOverlap, LayoutsOfGradients) {
   const Footprint of_four(reinterpret_cast<const void*>(at(10, two).begin), 4, {Extent{1, 0}, {9, 7}, {2, 1}});
   EXPECT_FALSE(memory_overlaps(at(0, {Extent{1, 0}, {9, 14}, {10, 1}}), of_four));
   EXPECT_TRUE(memory_overlaps(at(0, {Extent{1, 0}, {9, 14}, {11, 1}}), of_four));
+  // A [8, 3, 5] and B [8, 7, 3], which is stored as [8, 3, 7], side by side in rows of 12.
+  const std::array<Extent, 3> a{Extent{8, 36}, {3, 12}, {5, 1}}, b{Extent{8, 36}, {7, 1}, {3, 12}};
+  EXPECT_FALSE(memory_overlaps(at(0, a), at(5, b)));
+  EXPECT_TRUE(memory_overlaps(at(0, a), at(4, b)));
+  EXPECT_FALSE(memory_overlaps(at(7, a), at(0, b)));
+  EXPECT_TRUE(memory_overlaps(at(6, a), at(0, b)));
   // The same memory as elements of another size.
   EXPECT_TRUE(memory_overlaps(at(0, half), Footprint(reinterpret_cast<const void*>(at(9, half).begin), 4,
                                                      {Extent{1, 0}, {1, 0}, {1, 1}})));

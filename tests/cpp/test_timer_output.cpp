@@ -117,5 +117,16 @@ TEST(TimerOutput, RefusesWhatItCannotDo) {
   EXPECT_NE(message().find("AMX_SFT_MOE_TIMER_FILE: expected a file to append to, got "), std::string::npos);
 }
 
+TEST(TimerOutput, RefusedArgumentsLeaveNoFiles) {
+  const std::filesystem::path dumps = fresh_file("no_dumps"), trace = fresh_file("no_trace");
+  const Variable form("AMX_SFT_MOE_TIMER", "json"), file("AMX_SFT_MOE_TIMER_FILE", dumps.string()),
+      traced("AMX_SFT_MOE_TRACE", trace.string());
+  using Moe = amx_sft_moe::AMX_SFT_MOE<amx_sft_moe::kernels::Portable<float>>;
+  const Problem problem = random_problem(kCase, kPlain, DType::kFp32);
+  EXPECT_THROW(Moe(problem.config(), {}), amx_sft_moe::ArgumentError);
+  EXPECT_FALSE(std::filesystem::exists(dumps));
+  EXPECT_FALSE(std::filesystem::exists(trace));
+}
+
 }  // namespace
 }  // namespace sft_test

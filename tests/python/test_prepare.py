@@ -374,6 +374,9 @@ def test_turned_factors_are_what_a_thread_keeps(make: Any) -> None:
     with ThreadPoolExecutor(1) as new_thread:
         kept = new_thread.submit(bytes_kept_after, lambda: model(ids).logits.sum().backward()).result()
     assert memory(prepare(model))["adapters' factors, turned"] == kept > 0
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_("lora_B" not in name)
+    assert memory(prepare(model))["adapters' factors, turned"] == kept // 2, "no gradients of B"
 
 
 def test_factors_that_are_not_turned_are_not_counted() -> None:

@@ -135,9 +135,9 @@ inline Footprint with_runs_as_elements(Footprint memory) {
   return memory;
 }
 
-// One dimension of two tensors that have its stride in common.
+// One dimension of two tensors: those of one stride are one, and one that only one of them has counts 1 in the other.
 struct CommonExtent {
-  index_t stride, count_a, count_b;
+  index_t stride = 0, count_a = 1, count_b = 1;
 };
 
 // Whether they share a byte where b begins `offset` bytes behind a. Dimensions come with the largest stride first, and
@@ -156,20 +156,36 @@ inline bool nested_share(std::span<const CommonExtent> dims, index_t offset, ind
   return shares(apart, rest) || shares(apart - 1, rest - dim.stride);
 }
 
-// Whether two tensors share a byte, where each dimension has one stride in both and lies beyond the reach of those inside
-// it, such as gate and up rows of one tensor or matrices side by side in the rows of a buffer; nothing where that is not so.
+// The dimensions of both, the largest stride first; those that count 1 in both come last.
+inline std::array<CommonExtent, 6> common_extents(const Footprint& a, const Footprint& b) {
+  std::array<CommonExtent, 6> common;
+  std::size_t used = 0;
+  for (const Extent& dim : a.dims) {
+    if (dim.count > 1) common[used++] = {dim.stride, dim.count, 1};
+  }
+  for (const Extent& dim : b.dims) {
+    if (dim.count <= 1) continue;
+    const auto same = std::find_if(common.begin(), common.begin() + used, [&](const CommonExtent& other) {
+      return other.stride == dim.stride && other.count_b == 1;
+    });
+    if (same != common.begin() + used) {
+      same->count_b = dim.count;
+    } else {
+      common[used++] = {dim.stride, 1, dim.count};
+    }
+  }
+  std::sort(common.begin(), common.end(),
+            [](const CommonExtent& x, const CommonExtent& y) { return x.stride > y.stride; });
+  return common;
+}
+
+// Whether two tensors share a byte, where each dimension lies beyond the reach of those inside it in both, such as gate and
+// up rows of one tensor or matrices side by side in the rows of a buffer; nothing where that is not so.
 inline std::optional<bool> share_by_strides(const Footprint& whole_a, const Footprint& whole_b) {
   const Footprint a = with_runs_as_elements(whole_a), b = with_runs_as_elements(whole_b);
-  std::array<CommonExtent, 3> dims{};
+  const std::array<CommonExtent, 6> dims = common_extents(a, b);
   std::size_t used = 0;
-  for (std::size_t d = 0; d < 3; ++d) {
-    const Extent &of_a = a.dims[d], &of_b = b.dims[d];
-    if (of_a.count > 1 && of_b.count > 1 && of_a.stride != of_b.stride) return std::nullopt;
-    if (of_a.count > 1 || of_b.count > 1) ++used;
-    dims[d] = {std::max(of_a.stride, of_b.stride), of_a.count, of_b.count};
-  }
-  std::sort(dims.begin(), dims.end(),
-            [](const CommonExtent& x, const CommonExtent& y) { return x.stride > y.stride; });
+  while (used < dims.size() && std::max(dims[used].count_a, dims[used].count_b) > 1) ++used;
   index_t reach_a = a.element, reach_b = b.element;
   for (std::size_t d = used; d-- > 0;) {
     if (dims[d].stride < std::max(reach_a, reach_b)) return std::nullopt;

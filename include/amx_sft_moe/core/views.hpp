@@ -81,6 +81,13 @@ class BasicAnyMatrix {
   index_t cols() const { return cols_; }
   index_t row_stride() const { return row_stride_; }
   index_t col_stride() const { return col_stride_; }
+  // The same elements, rows and columns exchanged.
+  BasicAnyMatrix transposed() const {
+    BasicAnyMatrix other = *this;
+    std::swap(other.rows_, other.cols_);
+    std::swap(other.row_stride_, other.col_stride_);
+    return other;
+  }
 
   // Calls f(typed pointer). The pointer is to element [0, 0].
   template <class F>

@@ -117,7 +117,7 @@ void gradients_of_outputs(Worker<Kernel>& worker, const Task& task,
   if (grad_b.empty()) return;
   const std::array<gemm::Factor, 1> factors{{{rows_of(u, expert, 0), nullptr}}};
   gradient_of_tokens(worker, expert.rows, factors, columns,
-                     {grad_b[expert.expert], 0, u.cols, task.col, task.cols, /*transposed=*/true}, mode);
+                     {grad_b[expert.expert].transposed(), 0, u.cols, task.col, task.cols}, mode);
 }
 
 // Zeros for the experts without tokens, where gradients are overwritten.
@@ -270,7 +270,7 @@ void backward_base_pass(Step<Kernel>& step, const BackwardRows<Kernel>& rows, Wo
   product_into<Kernel>(worker, task, terms, rows_of(rows.grad_x, expert, task.row));
 }
 
-// grad_A of gate and up, a block of columns: v^T x, x packed once for both. A shared A gets the sum.
+// grad_A of gate and up, a block of columns: v^T x, x of one chunk packed once for both. A shared A gets the sum.
 template <class Kernel>
 void backward_grad_a(Step<Kernel>& step, const BackwardRows<Kernel>& rows, Worker<Kernel>& worker,
                      const Task& task, const AnyConstMatrix& x, const Gradients& grads) {

@@ -18,11 +18,10 @@
 AMX_SFT_MOE_NAMESPACE_BEGIN
 namespace moe {
 
-// Rows and columns of a gradient, or of its transpose, as the C of its gemm_tn has them.
+// Rows and columns of a gradient, as the C of its gemm_tn has them.
 struct GradientRectangle {
   AnyMatrix grad;
   index_t row, rows, col, cols;
-  bool transposed = false;
 };
 
 // Rows [first, first + count) of an expert, and where what they give goes: to the rectangle, or, of several chunks, to
@@ -34,16 +33,21 @@ struct GradientChunk {
   bool read_soon;
 };
 
-// Stores a block of C, whose first row is that of the rectangle.
+// The rectangle's elements from [row, col] of it on, in the memory of its gradient.
+template <class T>
+arch::BlockTarget<T> target_of(const GradientRectangle& to, T* grad, index_t row, index_t col,
+                               const GradientMode& mode) {
+  const index_t row_stride = to.grad.row_stride(), col_stride = to.grad.col_stride();
+  T* first = grad + (to.row + row) * row_stride + (to.col + col) * col_stride;
+  return {first, row_stride, col_stride, mode.accumulate, mode.scale, nullptr};
+}
+
+// Stores a block of C, whose first row and column are those of the rectangle.
 template <class Kernel>
 void store_gradient(const gemm::Block& block, const GradientRectangle& to, const GradientMode& mode) {
-  const index_t row_stride = to.transposed ? to.grad.col_stride() : to.grad.row_stride();
-  const index_t col_stride = to.transposed ? to.grad.row_stride() : to.grad.col_stride();
   to.grad.visit([&](auto* data) {
-    using T = std::remove_pointer_t<decltype(data)>;
-    T* first = data + (to.row + block.row) * row_stride + (to.col + block.col) * col_stride;
-    const arch::BlockTarget<T> target{first, row_stride, col_stride, mode.accumulate, mode.scale, nullptr};
-    Kernel::Rows::store(block.c, block.stride, block.rows, block.cols, target);
+    Kernel::Rows::store(block.c, block.stride, block.rows, block.cols,
+                        target_of(to, data, block.row, block.col, mode));
   });
 }
 

@@ -61,17 +61,10 @@ void finish_chunk(Worker<Kernel>& worker, const gemm::Factor& factor, const gemm
   gemm::Scratch& scratch = worker.gemm.scratch;
   const auto tokens = gemm::strips_of_tokens<Kernel>(scratch, columns, chunk.count, to.cols);
   to.grad.visit([&](auto* data) {
-    using T = std::remove_pointer_t<decltype(data)>;
-    const index_t row_stride = to.grad.row_stride(), col_stride = to.grad.col_stride();
     for (index_t row = 0; row < to.rows; row += gemm::Blocking::kFinishedRows) {
-      const arch::BlockTarget<T> target{data + (to.row + row) * row_stride + to.col * col_stride,
-                                        row_stride,
-                                        col_stride,
-                                        chunk.mode.accumulate,
-                                        chunk.mode.scale,
-                                        nullptr};
       gemm::gemm_tn_finished<Kernel>(scratch, std::min(gemm::Blocking::kFinishedRows, to.rows - row),
-                                     factor_of(factor, chunk, row), tokens, chunk.read_soon, target);
+                                     factor_of(factor, chunk, row), tokens, chunk.read_soon,
+                                     target_of(to, data, row, 0, chunk.mode));
     }
   });
 }

@@ -99,7 +99,7 @@ inline OwnMemory<12> memory_of_gradients(const Gradients& grads) {
   return memory;
 }
 
-// With rows as slices, so that gradients whose rows take turns in one buffer are told apart however wide they are.
+// With rows as slices: gradients whose rows take turns in one buffer are told apart also where strides alone do not tell.
 inline Footprint footprint_of_rows(const AnyMatrix& m) {
   Footprint memory = footprint(m);
   std::swap(memory.dims[0], memory.dims[1]);

@@ -38,8 +38,8 @@ template <class Clock>
 class BasicStepTimer {
  public:
   // Starts the record over. What was done since begin_ns, before the step was accepted, belongs to `phase`: the
-  // routing, and what is checked with it. The observer may be null. A step that an exception leaves has no record: an empty one is
-  // left, and the step is not counted. The one before it was overwritten.
+  // routing, and what is checked with it. The observer may be null. A step that an exception leaves has no record:
+  // an empty one is left, and the step is not counted. The one before it was overwritten.
   BasicStepTimer(StepRecord& record, index_t tokens, index_t routed_rows, std::int64_t begin_ns, Phase phase,
                  StepObserver* observer = nullptr)
       : record_(record), observer_(observer), last_end_(Clock::now_ns()) {

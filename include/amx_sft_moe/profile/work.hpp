@@ -91,7 +91,7 @@ inline void add_lora_pass(StepWork& work, const StepShape& s, Projection p, Phas
   index_t bytes = b_bytes(s, p) + rows * rank * s.stored + factor_gradient_bytes(s, p);
   if (rank != 0 || s.grad_bias[p] != 0) bytes += rows * s.intermediate * s.stored;
   if (s.grad_b[p] != 0) bytes += rows * rank * s.stored;
-  // x is packed once, for both.
+  // x is packed once for both, unless an expert has several chunks of tokens.
   if (p == kGate && (s.grad_a[kGate] != 0 || s.grad_a[kUp] != 0)) bytes += s.tokens * s.hidden * s.x;
   work.add(phase, flop, bytes);
 }

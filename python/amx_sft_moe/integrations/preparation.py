@@ -20,7 +20,7 @@ from amx_sft_moe.integrations.trained_parts import (
     SHARED,
     Part,
     RoutedExperts,
-    bytes_with_expert_last,
+    bytes_turned,
     is_within,
     lora_ranks,
     parts_of,
@@ -243,10 +243,10 @@ def _activations(
 
 
 def _factors_turned(model: nn.Module, experts: list[RoutedExperts]) -> Iterable[MemoryItem]:
-    factors = max(bytes_with_expert_last(one, model) for one in experts)
-    if factors > 0:
+    turned = max(bytes_turned(one, model) for one in experts)
+    if turned > 0:
         remark = "both B of one layer and their gradients"
-        yield MemoryItem("adapters' factors, turned", 2 * factors, remark=remark)
+        yield MemoryItem("adapters' factors, turned", turned, remark=remark)
 
 
 def _logits(model: nn.Module, layers: list[training_memory.LayerShape], tokens: int) -> Iterable[MemoryItem]:

@@ -121,8 +121,9 @@ def lora_ranks(experts: RoutedExperts, model: nn.Module) -> LoraOfExperts:
     return LoraOfExperts(ranks["gate"] + ranks["gate_up"], ranks["up"] + ranks["gate_up"], ranks["down"])
 
 
-def bytes_with_expert_last(experts: RoutedExperts, model: nn.Module) -> int:
-    """Bytes of the applied factors that PEFT keeps with the expert last: B ``[out, r E]`` of each projection.
+def bytes_turned(experts: RoutedExperts, model: nn.Module) -> int:
+    """Bytes of the applied factors that PEFT keeps with the expert last, B ``[out, r E]`` of each projection,
+    and of their gradients where they train.
 
     Of several adapters the call has one joined factor, which is laid out anew.
     """
@@ -131,7 +132,7 @@ def bytes_with_expert_last(experts: RoutedExperts, model: nn.Module) -> int:
         for wrapper, applied in _applied_adapters(experts, model)
         if len(applied) == 1 and experts.num_experts > 1
     ]
-    return sum(factor.numel() * factor.element_size() for factor in factors)
+    return sum(factor.numel() * factor.element_size() * (1 + factor.requires_grad) for factor in factors)
 
 
 def _applied_adapters(experts: RoutedExperts, model: nn.Module) -> Iterator[tuple[Any, list[str]]]:
