@@ -3,10 +3,12 @@
 #include <fcntl.h>
 #include <gtest/gtest.h>
 #include <signal.h>
+#include <sys/resource.h>
 #include <sys/stat.h>
 #include <unistd.h>
 
 #include <chrono>
+#include <filesystem>
 #include <string>
 #include <thread>
 
@@ -139,6 +141,25 @@ TEST_F(Pipe, ForgetsItsOwnSignalOnly) {
   const timespec at_once{};
   EXPECT_EQ(sigtimedwait(&only, nullptr, &at_once), SIGPIPE);
   pthread_sigmask(SIG_SETMASK, &before, nullptr);
+}
+
+// A file as large as the process may make one: records are lost, SIGXFSZ would end the test.
+TEST(LargestFile, EndsTheDumpsOnly) {
+  const std::string path = fresh_file("at_its_limit").string();
+  rlimit before{};
+  ASSERT_EQ(getrlimit(RLIMIT_FSIZE, &before), 0);
+  const rlimit small{1000, before.rlim_max};
+  ASSERT_EQ(setrlimit(RLIMIT_FSIZE, &small), 0);
+  BoundedFile out(path, 1 << 20, "", "");
+  for (int n = 0; n < 3; ++n) out.append(std::string(400, 'x'));
+  const int file = open(path.c_str(), O_WRONLY | O_APPEND);
+  PipeWriter().write(file, std::string(300, 'y'));  // as to standard error, beyond what is left
+  close(file);
+  ASSERT_EQ(setrlimit(RLIMIT_FSIZE, &before), 0);
+  EXPECT_EQ(std::filesystem::file_size(path), 1000U);
+  sigset_t signals;
+  sigpending(&signals);
+  EXPECT_EQ(sigismember(&signals, SIGXFSZ), 0);
 }
 
 // Standard error is a pipe too where a program's output is piped.

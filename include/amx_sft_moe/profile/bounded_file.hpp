@@ -90,7 +90,9 @@ class BoundedFile {
     write_whole(file, size, text);
   }
   static void write_whole(int file, std::int64_t size, std::string_view text) {
+    const WriteSignalsHeldBack held_back;
     if (::write(file, text.data(), text.size()) == length(text)) return;
+    held_back.forget();
     [[maybe_unused]] const int restored = ::ftruncate(file, size);
   }
   static std::int64_t length(std::string_view text) { return static_cast<std::int64_t>(text.size()); }

@@ -15,32 +15,34 @@
 
 AMX_SFT_MOE_NAMESPACE_BEGIN
 
-// While it lives, a write() of this thread to a pipe without a reader is an error and not the end of the process.
-class SigpipeHeldBack {
+// While it lives, a write() of this thread to a pipe without a reader, or beyond the largest file that the process may make
+// (ulimit -f), is an error and not the end of the process.
+class WriteSignalsHeldBack {
  public:
-  SigpipeHeldBack() {
-    sigemptyset(&pipe_);
-    sigaddset(&pipe_, SIGPIPE);
-    pthread_sigmask(SIG_BLOCK, &pipe_, &before_);
+  WriteSignalsHeldBack() {
+    sigemptyset(&ours_);
+    for (const int signal : {SIGPIPE, SIGXFSZ}) sigaddset(&ours_, signal);
+    pthread_sigmask(SIG_BLOCK, &ours_, &before_);
     sigset_t pending;
     sigpending(&pending);
-    was_pending_ = sigismember(&pending, SIGPIPE) == 1;
+    for (const int signal : {SIGPIPE, SIGXFSZ}) {
+      if (sigismember(&pending, signal) == 1) sigdelset(&ours_, signal);
+    }
   }
-  SigpipeHeldBack(const SigpipeHeldBack&) = delete;
-  SigpipeHeldBack& operator=(const SigpipeHeldBack&) = delete;
-  ~SigpipeHeldBack() { pthread_sigmask(SIG_SETMASK, &before_, nullptr); }
+  WriteSignalsHeldBack(const WriteSignalsHeldBack&) = delete;
+  WriteSignalsHeldBack& operator=(const WriteSignalsHeldBack&) = delete;
+  ~WriteSignalsHeldBack() { pthread_sigmask(SIG_SETMASK, &before_, nullptr); }
 
-  // After EPIPE: the signal that came with it, which would arrive as soon as it is let through. One that somebody else
+  // After an error: the signal that came with it, which would arrive as soon as it is let through. One that somebody else
   // had sent before is left.
   void forget() const {
     const timespec at_once{};
-    while (!was_pending_ && sigtimedwait(&pipe_, nullptr, &at_once) < 0 && errno == EINTR) {
+    while (sigtimedwait(&ours_, nullptr, &at_once) < 0 && errno == EINTR) {
     }
   }
 
  private:
-  sigset_t pipe_, before_;
-  bool was_pending_ = false;
+  sigset_t ours_, before_;
 };
 
 // A record is lost where the reader has left, and the rest of it where he takes nothing for kPatience: training goes on
@@ -52,7 +54,7 @@ class PipeWriter {
   static constexpr std::chrono::milliseconds kPatience{250};
 
   void write(int file, std::string_view record) {
-    const SigpipeHeldBack held_back;
+    const WriteSignalsHeldBack held_back;
     auto deadline = Clock::now() + kPatience;
     while (!record.empty()) {
       const ssize_t written = ::write(file, record.data(), record.size());
@@ -64,7 +66,7 @@ class PipeWriter {
       }
       const int error = written < 0 ? errno : EIO;
       if (error == EINTR) continue;
-      if (error == EPIPE) held_back.forget();
+      if (error == EPIPE || error == EFBIG) held_back.forget();
       if (error != EAGAIN) return;
       reader_stopped_ = reader_stopped_ || !has_room(file, deadline);
       if (reader_stopped_) return;
