@@ -86,8 +86,9 @@ void require_at_most(const ArgumentName& argument, const High& high, const Got& 
   if (got > high) throw ArgumentError(concat(argument, ": expected at most ", high, ", got ", got));
 }
 
-inline void require_pointer(const ArgumentName& argument, const void* pointer) {
-  if (pointer == nullptr) throw ArgumentError(concat(argument, ": expected a non-null pointer, got null"));
+// Of what an argument points to, or a view of it.
+inline void require_memory(const ArgumentName& argument, bool there) {
+  if (!there) throw ArgumentError(concat(argument, ": expected a non-null pointer, got null"));
 }
 
 AMX_SFT_MOE_NAMESPACE_END

@@ -56,9 +56,9 @@ void expert_matrices(std::string_view name, const ExpertMatrices<const T>& matri
   require_at_least({name, ".row_stride"}, cols, matrices.row_stride);
   const index_t expert_stride = matrices.pointers == nullptr ? matrices.expert_stride : 0;
   addressable<3>(name, {{{experts, expert_stride}, {rows, matrices.row_stride}, {cols, 1}}});
-  if (matrices.pointers == nullptr) return require_pointer(name, matrices.base);
+  if (matrices.pointers == nullptr) return require_memory(name, matrices.base != nullptr);
   for (index_t e = 0; e < experts; ++e) {
-    if (matrices.pointers[e] == nullptr) require_pointer(concat(name, "[", e, "]"), nullptr);
+    if (matrices.pointers[e] == nullptr) require_memory(concat(name, "[", e, "]"), false);
   }
 }
 
@@ -121,7 +121,7 @@ void matrix(std::string_view name, const BasicAnyMatrix<Const>& m, index_t rows,
   require_equal({name, ".rows"}, rows, m.rows());
   require_equal({name, ".cols"}, cols, m.cols());
   if (rows == 0) return;
-  require_pointer(name, m.empty() ? nullptr : &m);
+  require_memory(name, !m.empty());
   if (adjacent_columns) require_equal({name, ".col_stride"}, index_t{1}, m.col_stride());
   if (Const) {
     require_at_least({name, ".row_stride"}, 0, m.row_stride());
@@ -159,7 +159,7 @@ inline void routing(const Routing& routing, const Config& config) {
                                " (tokens x top_k is counted in 32 bits), got ", routing.tokens));
   }
   if (routing.tokens > 0) {
-    require_pointer("routing.expert_ids", routing.expert_ids.empty() ? nullptr : &routing);
+    require_memory("routing.expert_ids", !routing.expert_ids.empty());
     require_at_least("routing.expert_ids.row_stride", 0, routing.expert_ids.row_stride());
     addressable<2>("routing.expert_ids",
                    {{{routing.tokens, routing.expert_ids.row_stride()}, {config.top_k, 1}}});
@@ -170,7 +170,7 @@ inline void routing(const Routing& routing, const Config& config) {
 template <class T>
 void saved_matrix(std::string_view name, const MatrixView<T>& m, index_t rows, index_t cols) {
   if (rows == 0) return;
-  if (cols > 0) require_pointer(name, m.data);
+  if (cols > 0) require_memory(name, m.data != nullptr);
   require_equal({name, ".cols"}, cols, m.cols);
   if (cols == 0) return;
   require_at_least({name, ".rows"}, rows, m.rows);
