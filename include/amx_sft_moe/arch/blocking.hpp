@@ -82,14 +82,15 @@ inline constexpr index_t kLongDot = 64;
 // Panels (pack_rows of each instruction set): rows asked for ahead. Rows of a weight are 4 to 28 KiB apart, which
 // hardware prefetchers do not follow. Eight is what served; it follows from nothing.
 inline constexpr index_t kPackRowsAhead = 8;
-// With AVX512, for AMX, eight rows are packed side by side and nothing is asked for: hardware follows eight streams by
-// itself, and lines asked for take the buffers that L2 answers through. Pieces of rows are 2 to 4 KiB then
-// (benchmarks/LOG.md, "AMX, natively").
-inline constexpr index_t kPackRowsTogether = 8;
+// With AVX512, for AMX, four pairs of rows are packed side by side, far from one another, and nothing is asked for: hardware
+// follows the eight by itself, into the next page too where the row behind is not another one of them; and lines asked for take
+// the buffers that L2 answers through. Pieces of rows are 2 to 4 KiB then (benchmarks/LOG.md, "AMX, natively", "Pairs far
+// apart").
+inline constexpr index_t kPackPairsTogether = 4;
 // Of panels of gemm_nn, in bytes and at least in steps along K: less than half of the 2 MiB of L2 that every CPU with AMX
 // has. Fewer steps, and C passes through registers too often.
 inline constexpr index_t kPackedBytes = index_t{768} << 10;
-inline constexpr index_t kLeastPackedDepth = 128;
+inline constexpr index_t kLeastPackedDepth = 64;
 
 }  // namespace arch
 AMX_SFT_MOE_NAMESPACE_END

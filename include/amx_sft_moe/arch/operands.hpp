@@ -56,6 +56,7 @@ struct BlockTarget {
   bool accumulate = false;           // add to what is there
   float scale = 1.0F;                // times C
   const float* col_scale = nullptr;  // times C's column j, where not null
+  bool past_caches = false;          // of whole lines: these are neither read first nor kept
 };
 
 // Rows of a caller's to which register tiles of C go at once, whole: element [i, j] to data[i * row_stride + j].
@@ -100,6 +101,10 @@ struct Segments {
 
   void add(const Segment<E>& segment) {
     if (segment.k > 0) at[count++] = segment;
+  }
+  // B without its first columns, whole panels. In place: copies of all this cost a tenth of a block of tiles.
+  void skip_columns(index_t cols) {
+    for (int s = 0; s < count; ++s) at[s].b += cols / kPanelCols * at[s].panel_stride;
   }
 };
 

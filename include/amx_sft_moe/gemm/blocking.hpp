@@ -48,6 +48,10 @@ struct Blocking {
   static constexpr index_t kMaxStripCols = 2048;
   static constexpr index_t kMaxInPlaceCols = 8192;
   static constexpr index_t kManyRows = 64;
+  // Kernels of tiles, which pack what they read, take whole rows too: a piece of a row has memory fetch what is behind it for
+  // nothing. Of one tile of rows up to kMaxInPlaceCols columns, in equal parts; of more, whose C takes more of L2, rows of no
+  // more than these, and kMaxStripCols of longer ones (benchmarks/LOG.md, "Whole rows for tiles").
+  static constexpr index_t kMaxRowCols = 3072;
   static constexpr index_t kTasksPerThread = 8;
   // Tokens of a task of gemm_nt with strips, of whose x only a block of K stays in L2 while a strip meets it: packing
   // strips, 9 % of the time at 64 tokens, is half of that. With tokens along the lanes the same, without packing: the more
@@ -68,6 +72,8 @@ struct Blocking {
   // Tokens that one product of a parameter's gradient contracts. An expert with more sums its products in fp32, so that a
   // task's memory has a bound; the sum passes through the cache once in 512 multiply-adds. Part of the order of summation.
   static constexpr index_t kGradTokens = 512;
+  // Times L2 of all threads that are never kept.
+  static constexpr index_t kPastCaches = 4;
   // Tokens whose sums one task makes at most.
   static constexpr index_t kTokenChunk = 16;
 
@@ -95,8 +101,8 @@ struct Blocking {
   template <class Kernel>
   index_t nn_cols(index_t k, index_t rows, index_t cols, const Load& load) const {
     if constexpr (!MultipliesStrips<Kernel> && !AddsToC<Kernel>) return resident_cols<Kernel>(k);
-    const index_t most = whole_rows<Kernel>(k, rows) ? kMaxInPlaceCols : kMaxStripCols;
-    return shared(most, kMaxCols, {MakesRowsAhead<Kernel> ? 0 : rows, rows, cols}, load);
+    const index_t kept = MakesRowsAhead<Kernel> ? 0 : rows;
+    return shared(most_nn_cols<Kernel>(k, rows, cols), kMaxCols, {kept, rows, cols}, load);
   }
   // Columns of a task of gemm_tn with LoRA's factors, B [tokens, cols]: what of a chunk of B stays in L2 while the factors
   // meet it, packed together by kernels of tiles, and in grad_Ad made by the task itself.
@@ -137,6 +143,13 @@ struct Blocking {
   static constexpr index_t nn_tokens(index_t tokens) {
     return std::min(tokens, even_tokens(tokens, MakesRowsAhead<Kernel> ? kStripTokens : kTokensPerTask));
   }
+  // Whether rows over the routes, `bytes` in all, which tasks of tiles write a line here and a line there, pass the caches:
+  // when a line's turn comes memory would be asked for it, only for it to be overwritten. Where caches hold them until they
+  // are read that takes longer (benchmarks/LOG.md, "Lines past the caches").
+  template <class Kernel>
+  bool past_caches(index_t bytes, int threads) const {
+    return AddsToC<Kernel> && bytes > kPastCaches * 2 * panel_bytes * threads;
+  }
   // `tokens` in equal parts of about `fit`, half as many again rather than one part more: a task of the few that are
   // left over would have all weights streamed and packed for them.
   static constexpr index_t even_tokens(index_t tokens, index_t fit) {
@@ -149,6 +162,16 @@ struct Blocking {
   static constexpr bool whole_rows(index_t k, index_t rows) {
     if constexpr (SumsInPlace<Kernel>) return k >= kManyRows && Kernel::Microkernel::in_place(k, rows);
     return false;
+  }
+
+  template <class Kernel>
+  static constexpr index_t most_nn_cols(index_t k, index_t rows, index_t cols) {
+    if (whole_rows<Kernel>(k, rows)) return kMaxInPlaceCols;
+    if constexpr (AddsToC<Kernel>) {
+      const index_t parts = ceil_div(cols, rows <= arch::kPanelCols ? kMaxInPlaceCols : kMaxRowCols);
+      if (parts == 1 || rows <= arch::kPanelCols) return round_up(ceil_div(cols, parts), arch::kStripCols);
+    }
+    return kMaxStripCols;
   }
 
   // A product of an expert: rows of fp32 that a column of a task keeps, tokens, and its columns in all.
@@ -165,15 +188,16 @@ struct Blocking {
              load.experts * ceil_div(of.cols, wide) >= tasks &&
              of.tokens * std::min(wide, of.cols) * tasks <= load.rows * of.cols;
     };
+    const auto half = [](index_t wide) { return round_up(wide / 2, arch::kStripCols); };
     index_t wide = most;
-    while (wide > least && !fits(wide)) wide /= 2;
+    while (wide > least && !fits(wide)) wide = half(wide);
     // Of an expert with so many tokens that a task of it is more than half of a thread's share, the others would wait for
     // its last one: narrower, down to one strip.
     const auto too_much = [&] {
       const index_t all = load.rows * of.cols;
       return load.threads > 1 && 2 * of.tokens * std::min(wide, of.cols) * load.threads > all;
     };
-    while (wide % (2 * arch::kStripCols) == 0 && too_much()) wide /= 2;
+    while (wide > arch::kStripCols && too_much()) wide = half(wide);
     return wide;
   }
 

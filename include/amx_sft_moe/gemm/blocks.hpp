@@ -106,13 +106,6 @@ class RowGroup {
   index_t used_ = 0;
 };
 
-template <class E>
-arch::Segments<E> at_column(const arch::Segments<E>& segments, index_t col) {
-  arch::Segments<E> moved = segments;
-  for (int s = 0; s < moved.count; ++s) moved.at[s].b += col / arch::kPanelCols * moved.at[s].panel_stride;
-  return moved;
-}
-
 // C_o [M, N] = sum of the terms of output o, for all outputs block by block of the plan; epilogue(std::array<Block,
 // Outputs>). k_tile divides the staged K (the kernel's K unit, or what gemm_tn fitted to its tokens). A single output
 // may be made in `sums` [M, N], and added to what is there; else each block is made where the one before it was, in L1.
@@ -140,6 +133,7 @@ void for_each_block(typename Kernel::Session& session, Scratch& scratch, const a
       for (std::size_t o = 0; o < Outputs; ++o) {
         segments[o].k_tile = k_tile;
         for (const Term<E>& term : outputs[o]) group.append(term, row, here, shape.row_end, segments[o]);
+        segments[o].skip_columns(shape.col_begin);
       }
       for (index_t col = shape.col_begin; col < shape.col_end; col += shape.col_step) {
         const index_t wide = std::min(shape.col_step, shape.col_end - col);
@@ -147,7 +141,8 @@ void for_each_block(typename Kernel::Session& session, Scratch& scratch, const a
         for (std::size_t o = 0; o < Outputs; ++o) {
           const arch::SumRows to = c_of(o, row, col, wide);
           blocks[o] = {row, here, col, wide, to.data, to.stride};
-          Micro::block(session, shape.pattern, at_column(segments[o], col), here, wide, to);
+          Micro::block(session, shape.pattern, segments[o], here, wide, to);
+          segments[o].skip_columns(shape.col_step);
         }
         epilogue(blocks);
       }

@@ -4,6 +4,7 @@
 
 #include "amx_sft_moe/arch/avx512/vector.hpp"
 #include "amx_sft_moe/arch/blocking.hpp"
+#include "amx_sft_moe/arch/pages_ahead.hpp"
 #include "amx_sft_moe/arch/portable/rows.hpp"
 
 AMX_SFT_MOE_NAMESPACE_BEGIN
@@ -87,16 +88,21 @@ AMX_SFT_MOE_TARGET_AVX512 inline void pack_step(const RowSource<S>& src, index_t
   }
 }
 
-// kPackRowsTogether rows of bf16, all of which are there, side by side: 32 columns of each at a time.
-AMX_SFT_MOE_TARGET_AVX512 inline void interleave_rows(const RowSource<bf16>& src, index_t first, index_t cols,
-                                                      bf16* out, const PanelStep& step) {
-  const bf16* rows[kPackRowsTogether];
-  for (index_t r = 0; r < kPackRowsTogether; ++r) rows[r] = src.row(first + r);
+// Pairs of rows of bf16, all of which are there, `distance` rows from one to the next: kPackPairsTogether side by side, 32
+// columns of each at a time.
+AMX_SFT_MOE_TARGET_AVX512 inline void interleave_pairs(const RowSource<bf16>& src, index_t first,
+                                                       index_t distance, index_t cols, bf16* out,
+                                                       const PanelStep& step) {
+  const bf16* rows[2 * kPackPairsTogether];
+  for (index_t p = 0; p < kPackPairsTogether; ++p) {
+    rows[2 * p] = src.row(first + p * distance);
+    rows[2 * p + 1] = src.row(first + p * distance + 1);
+  }
   for (index_t c = 0; c < cols; c += 2 * kPanelCols, out += step.pair) {
     const index_t wide = cols - c < 2 * kPanelCols ? cols - c : 2 * kPanelCols;
     AMX_SFT_MOE_UNROLL
-    for (index_t r = 0; r < kPackRowsTogether; r += 2) {
-      interleave_bf16(rows[r] + c, rows[r + 1] + c, wide, out + r * kPanelCols, step);
+    for (index_t p = 0; p < kPackPairsTogether; ++p) {
+      interleave_bf16(rows[2 * p] + c, rows[2 * p + 1] + c, wide, out + p * distance * kPanelCols, step);
     }
   }
 }
@@ -113,6 +119,22 @@ AMX_SFT_MOE_TARGET_AVX512 inline void prefetch_rows(const RowSource<S>& src, ind
   }
 }
 
+// As many rows as are kPackPairsTogether pairs at a time; returns how many. Rows of whole pages follow one another: the page
+// behind such a row is another one of those at hand.
+AMX_SFT_MOE_TARGET_AVX512 inline index_t pack_pairs(const RowSource<bf16>& src, index_t k, index_t cols,
+                                                    bf16* panels, const PanelStep& step) {
+  constexpr index_t kTogether = 2 * kPackPairsTogether;
+  const index_t rows = k / kTogether * kTogether;
+  if (rows == 0) return 0;
+  const bool whole_pages = src.row_stride * static_cast<index_t>(sizeof(bf16)) % kPageBytes == 0;
+  const index_t distance = whole_pages ? 2 : rows / kPackPairsTogether;
+  const index_t end = whole_pages ? rows : distance;
+  for (index_t row = 0; row < end; row += whole_pages ? kTogether : 2) {
+    interleave_pairs(src, row, distance, cols, panels + row * kPanelCols, step);
+  }
+  return rows;
+}
+
 // See PortableRows::pack_rows.
 template <class E, class S>
 AMX_SFT_MOE_TARGET_AVX512 inline void pack_rows(const RowSource<S>& src, index_t k, index_t k_padded,
@@ -120,15 +142,11 @@ AMX_SFT_MOE_TARGET_AVX512 inline void pack_rows(const RowSource<S>& src, index_t
   if (src.col_stride != 1) return PortableRows::pack_rows(src, k, k_padded, cols, scale, panels, panel_stride);
   constexpr index_t kGroup = kPairing<E>;
   const PanelStep step = PanelStep::of_stride(panel_stride);
-  E* out = panels;
   index_t kk = 0;
   if constexpr (std::is_same_v<E, bf16> && std::is_same_v<S, bf16>) {
-    if (scale == 1.0F) {
-      for (; kk + kPackRowsTogether <= k; kk += kPackRowsTogether, out += kPanelCols * kPackRowsTogether) {
-        interleave_rows(src, kk, cols, out, step);
-      }
-    }
+    if (scale == 1.0F) kk = pack_pairs(src, k, cols, panels, step);
   }
+  E* out = panels + kk * kPanelCols;
   for (; kk < k_padded; kk += kGroup, out += kPanelCols * kGroup) {
     if (kk + kPackRowsAhead + 1 < k) prefetch_rows(src, kk + kPackRowsAhead, kGroup, cols);
     pack_step(src, kk, k, cols, scale, out, step);

@@ -1,0 +1,65 @@
+// Sizes of tasks: how wide those of gemm_nn are with tiles, and what passes the caches.
+#include <gtest/gtest.h>
+
+#include "amx_sft_moe/amx_sft_moe.hpp"
+
+namespace {
+
+using namespace amx_sft_moe;  // NOLINT(google-build-using-namespace)
+using Kernel = kernels::AmxBf16;
+
+constexpr index_t kK = 2048;
+
+gemm::Blocking with_l2(index_t bytes) {
+  gemm::Blocking blocking;
+  blocking.panel_bytes = bytes / 2;
+  return blocking;
+}
+const gemm::Blocking kBlocking = with_l2(index_t{2} << 20);
+
+// Of tasks with so many rows of one of many experts, on two threads: there are always enough.
+index_t columns(index_t rows, index_t cols) {
+  return kBlocking.nn_cols<Kernel>(kK, rows, cols, {128, 128 * rows, 2});
+}
+
+TEST(Blocking, FewRowsOfTilesTakeWholeRowsOfWeights) {
+  EXPECT_EQ(columns(1, 2880), 2880);
+  EXPECT_EQ(columns(16, 7168), 7168);
+  EXPECT_EQ(columns(16, 14336), 7168) << "or equal parts";
+  EXPECT_EQ(columns(8, 20000), 6720) << "of whole strips";
+}
+
+TEST(Blocking, MoreRowsTakeWholeRowsThatAreShort) {
+  EXPECT_EQ(columns(17, 2880), 2880);
+  EXPECT_EQ(columns(32, 3072), 3072);
+  EXPECT_EQ(columns(32, 3073), 2048);
+  EXPECT_EQ(columns(32, 7168), 2048);
+}
+
+TEST(Blocking, SumsStayInHalfOfL2) {
+  EXPECT_EQ(columns(128, 2880), 1472) << "half of a row, in whole strips";
+  EXPECT_EQ(columns(256, 2048), 1024);
+}
+
+TEST(Blocking, ManyThreadsGetNarrowTasksOfWholeStrips) {
+  for (const index_t cols : {768, 2048, 2880, 7168, 14336}) {
+    index_t before = cols + gemm::Blocking::kMaxStripCols;
+    for (const int threads : {1, 2, 8, 60, 400}) {
+      const index_t wide = kBlocking.nn_cols<Kernel>(kK, 32, cols, {4, 128, threads});
+      EXPECT_EQ(wide % arch::kStripCols, 0) << cols << " columns, " << threads << " threads";
+      EXPECT_GT(wide, 0);
+      EXPECT_LE(wide, before);
+      before = wide;
+    }
+  }
+}
+
+TEST(Blocking, WhatPassesTheCaches) {
+  const index_t most = index_t{4} * 2 * (index_t{2} << 20);  // L2 of two threads, four times
+  EXPECT_FALSE(kBlocking.past_caches<Kernel>(most, 2));
+  EXPECT_TRUE(kBlocking.past_caches<Kernel>(most + 1, 2));
+  EXPECT_FALSE(kBlocking.past_caches<Kernel>(most + 1, 3));
+  EXPECT_FALSE(kBlocking.past_caches<kernels::Avx512Bf16>(8 * most, 2)) << "strips write long pieces of rows";
+}
+
+}  // namespace
