@@ -81,9 +81,21 @@ class CountingMicrokernel : public amx_sft_moe::arch::AmxMicrokernel {
 
   static void block(Session& session, int pattern, const amx_sft_moe::arch::Segments<bf16>& segments,
                     index_t rows, index_t cols, const amx_sft_moe::arch::SumRows& c) {
+    if (pattern != Base::kRow) return count(session, pattern, segments, rows, cols, c);
+    for (index_t row = 0; row < rows; row += kTile) {  // strips one below the other
+      count(session, pattern, segments, std::min(kTile, rows - row), cols, c.from(row, 0));
+    }
+  }
+
+ private:
+  static constexpr index_t kTile = 16;
+
+  static void count(Session& session, int pattern, const amx_sft_moe::arch::Segments<bf16>& segments,
+                    index_t rows, index_t cols, const amx_sft_moe::arch::SumRows& c) {
     using amx_sft_moe::ceil_div;
     const index_t row_tiles = ceil_div(rows, kTile), col_tiles = ceil_div(cols, kTile);
-    session.use(shapes_of(pattern, rows, cols, segments.k_tile));
+    const index_t wide = pattern == Base::kEvenSquare ? 2 * kTile : cols;
+    session.use(shapes_of(pattern, rows, wide, segments.k_tile));
     index_t k_steps = 0;
     for (int s = 0; s < segments.count; ++s) k_steps += ceil_div(segments.at[s].k, segments.k_tile);
     TileCounts& all = counts();
@@ -96,16 +108,13 @@ class CountingMicrokernel : public amx_sft_moe::arch::AmxMicrokernel {
     for (index_t i = 0; i < rows; ++i) std::fill_n(c.from(i, 0).data, cols, 0.5F);
   }
 
- private:
-  static constexpr index_t kTile = 16;
-
   static TileShapes shapes_of(int pattern, index_t rows, index_t cols, index_t k_tile) {
     TileShapes shapes{};
     auto set = [&shapes](std::size_t tile, index_t tile_rows, index_t bytes) {
       if (tile_rows > 0 && bytes > 0) shapes[tile] = {tile_rows, bytes};
     };
     auto part = [](index_t n, index_t i) { return std::clamp(n - i * kTile, index_t{0}, kTile); };
-    if (pattern != Base::kSquare) {
+    if (pattern == Base::kColumn || pattern == Base::kRow) {
       for (std::size_t c = 0; c < 6; ++c) set(c, part(rows, 0), part(cols, 0) * 4);
       set(6, part(rows, 0), k_tile * 2);
       set(7, k_tile / 2, part(cols, 0) * 4);

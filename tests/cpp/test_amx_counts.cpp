@@ -1,7 +1,8 @@
 // How many AMX instructions each GEMM form executes, counted by the emulator. Counts follow from M, N, K alone:
 //   products         ceil(M/16) ceil(N/16) ceil(K/32) for each term
 //   loads            gemm_nn and gemm_tn: one per product in blocks of 2 x 2 tiles, 7/6 in strips of six, (t + 1) / t in
-//                    shorter ones; gemm_nt: weights once per six tiles of tokens, as memory is what it waits for
+//                    shorter ones; gemm_nt: weights once per six tiles of tokens, as memory is what it waits for,
+//                    but one per product where rows of weights are short
 //   accumulators     each stored once and never loaded, but where gemm_nn packs B in parts: once a part
 //   configurations   at most one per block shape, none inside the loop over K, none for the same shape again
 // and tiles are fitted to the tokens: columns of B and C in gemm_nt, rows of A and C in gemm_nn, K in gemm_tn.
@@ -50,9 +51,12 @@ std::uint64_t loads_of_step(index_t m, index_t n) {
   return tiles(rows) / 2 * (tiles(cols) / 2) * 4 + beside(rows, n - cols) + beside(cols, m - rows) + corner;
 }
 
-// The same where A is streamed: a tile of it is loaded once per six tiles of B; with one tile of B, two of A meet it.
-std::uint64_t streamed_loads_of_step(index_t m, index_t n) {
-  if (n <= 16) return tiles(m) + (tiles(m) + 1) / 2;
+// The same where A, rows of k elements, is streamed: a tile of it is loaded once per six tiles of B; with one tile of B, two
+// of A meet it; short rows go by blocks of 2 x 2.
+std::uint64_t streamed_loads_of_step(index_t m, index_t n, index_t k) {
+  const auto pairs = [](index_t length) { return (tiles(length) + 1) / 2; };
+  if (n <= 16) return tiles(m) + pairs(m);
+  if (k <= arch::AmxMicrokernel::kShortRow) return tiles(m) * pairs(n) + pairs(m) * tiles(n);
   return tiles(m) * (tiles(n) + (tiles(n) + 5) / 6);
 }
 
@@ -155,8 +159,11 @@ class AmxCounts : public testing::TestWithParam<index_t> {
 // W [out, k] x x^T and LoRA's second term, for `m` tokens.
 TEST_P(AmxCounts, GemmNt) {
   const index_t m = GetParam();
-  for (const auto& [out, k, rank] :
-       {std::tuple<index_t, index_t, index_t>{96, 64, 16}, {96, 70, 0}, {64, 32, 40}, {40, 33, 5}}) {
+  for (const auto& [out, k, rank] : {std::tuple<index_t, index_t, index_t>{96, 64, 16},
+                                     {96, 70, 0},
+                                     {64, 32, 40},
+                                     {40, 33, 5},
+                                     {104, 1025, 16}}) {
     const Matrix w(out, k), x(m, k), b(out, std::max<index_t>(rank, 1)), u(m, std::max<index_t>(rank, 1));
     auto pack = [m](const Matrix& from, index_t depth, std::vector<bf16>& to) {
       const index_t padded = gemm::padded_k<Kernel>(depth);
@@ -175,7 +182,7 @@ TEST_P(AmxCounts, GemmNt) {
     });
     expect_products(counted.counts, out, m, steps(k) + steps(rank));
     EXPECT_EQ(counted.counts.tileloadd + counted.counts.tileloaddt1,
-              streamed_loads_of_step(out, m) * (steps(k) + steps(rank)));
+              streamed_loads_of_step(out, m, k) * (steps(k) + steps(rank)));
     if (m <= 16) {  // tmm6 is B's tile, tmm0 an accumulator
       EXPECT_EQ(counted.last_config.row_bytes[6], 4 * m);
       EXPECT_EQ(counted.last_config.row_bytes[0], 4 * m);

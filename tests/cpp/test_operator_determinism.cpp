@@ -28,6 +28,8 @@ inline constexpr Case kCasesOfThreads[] = {
     {"sixteen_tokens", 16, 1, 1, 2100, 200, {7, 0, 66}},
     {"h_of_several_tasks", 15, 1, 1, 200, 2300, {66, 7, 5}},
     {"whole_strips", 150, 1, 1, 545, 290, {8, 8, 8}},
+    {"rows_past_one_cache", 300, 1, 1, 8192, 16, {4, 4, 4}},  // 10 MB, more than L2 of one thread four times
+    {"saved_past_one_cache", 300, 1, 1, 16, 8192, {4, 4, 4}},
     with_trained_base({"base", 61, 3, 5, 37, 53, {7, 3, 5}, kSkewed}),
     with_trained_base({"base_columns_cut_by_threads", 70, 1, 2, 1088, 576, {0, 0, 0}}),
     with_trained_base(with_biases({"in_chunks", 530, 1, 2, 8, 5, {4, 3, 2}, kOneExpert})),

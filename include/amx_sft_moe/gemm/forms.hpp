@@ -76,10 +76,10 @@ struct TokenMicrokernel<Kernel> {
   using Type = typename Kernel::Microkernel::TokenLanes;
 };
 
-// The plan for a product whose A is read once, from memory.
+// The plan for a product whose A, rows of k elements, is read once, from memory.
 template <class Micro>
-arch::BlockPlan streamed_plan(index_t rows, index_t cols) {
-  if constexpr (requires { Micro::streamed_plan(rows, cols); }) return Micro::streamed_plan(rows, cols);
+arch::BlockPlan streamed_plan(index_t rows, index_t cols, index_t k) {
+  if constexpr (requires { Micro::streamed_plan(rows, cols, k); }) return Micro::streamed_plan(rows, cols, k);
   return Micro::plan(rows, cols);
 }
 
@@ -90,8 +90,9 @@ void product_with_panels(ThreadContext<Kernel>& thread, index_t out, index_t tok
                          Epilogue&& epilogue) {
   using Micro = typename TokenMicrokernel<Kernel>::Type;
   std::array<TokenBlock, Outputs> results;
-  for_each_block<Kernel, Micro>(thread.session, thread.scratch, streamed_plan<Micro>(out, tokens),
-                                Micro::kKUnit, outputs, [&](const std::array<Block, Outputs>& blocks) {
+  const arch::BlockPlan plan = streamed_plan<Micro>(out, tokens, outputs[0][0].k);
+  for_each_block<Kernel, Micro>(thread.session, thread.scratch, plan, Micro::kKUnit, outputs,
+                                [&](const std::array<Block, Outputs>& blocks) {
                                   for (std::size_t o = 0; o < Outputs; ++o) {
                                     const Block& block = blocks[o];
                                     results[o] = {block.row, block.rows,   block.col, block.cols,

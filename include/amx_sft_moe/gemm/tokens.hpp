@@ -105,12 +105,14 @@ struct TokenBlock {
   float* line(index_t i) const { return c + i * stride; }
 };
 
-// data[t * stride + o] = scale * (token_scale[t]) * the block's output o of token t.
+// data[t * stride + o] = scale * (token_scale[t]) * the block's output o of token t. What is stored past the caches is there
+// for others after settle_stores().
 template <class Kernel, class T>
-void store_tokens(const TokenBlock& block, T* data, index_t stride, float scale, const float* token_scale) {
+void store_tokens(const TokenBlock& block, T* data, index_t stride, float scale, const float* token_scale,
+                  bool past_caches = false) {
   using Rows = typename Kernel::Rows;
   if (!block.token_lines) {
-    const arch::BlockTarget<T> columns{data, 1, stride, false, scale, token_scale};
+    const arch::BlockTarget<T> columns{data, 1, stride, false, scale, token_scale, past_caches};
     return Rows::store(block.c, block.stride, block.outs, block.tokens, columns);
   }
   const index_t together = token_scale == nullptr ? block.tokens : 1;
@@ -119,6 +121,12 @@ void store_tokens(const TokenBlock& block, T* data, index_t stride, float scale,
     const arch::BlockTarget<T> rows{data + t * stride, stride, 1, false, factor, nullptr};
     Rows::store(block.line(t), block.stride, together, block.outs, rows);
   }
+}
+
+// Before a task that stored past the caches is done.
+template <class Kernel>
+void settle_stores() {
+  if constexpr (requires { Kernel::Rows::settle(); }) Kernel::Rows::settle();
 }
 
 // append_operand() where operands are rows, each of which has `padded` elements from `first` on.

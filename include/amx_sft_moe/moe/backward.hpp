@@ -62,13 +62,15 @@ enum DownTask : int { kDownGemm, kDownGradA, kDownGradB, kDownIdle, kDownWeight,
 
 // The task's columns of `to` = sum over the terms, whose B begin with them.
 template <class Kernel, std::size_t Terms>
-void product_into(Worker<Kernel>& worker, const Task& task, const std::array<gemm::NnTerm, Terms>& terms,
-                  const MatrixView<float>& to) {
+void product_into(Step<Kernel>& step, Worker<Kernel>& worker, const Task& task,
+                  const std::array<gemm::NnTerm, Terms>& terms, const MatrixView<float>& to) {
+  const bool past_caches = step.template past_caches<float>(to.cols);
   gemm::gemm_nn<Kernel>(worker.gemm, task.rows, task.cols, terms, [&](const gemm::Block& block) {
     const arch::BlockTarget<float> target{
-        to.row(block.row) + task.col + block.col, to.row_stride, 1, false, 1.0F, nullptr};
+        to.row(block.row) + task.col + block.col, to.row_stride, 1, false, 1.0F, nullptr, past_caches};
     Kernel::Rows::store(block.c, block.stride, block.rows, block.cols, target);
   });
+  gemm::settle_stores<Kernel>();
 }
 
 // grad_h = p Wd + v_d Ad, a block of columns.
@@ -84,7 +86,7 @@ void backward_down_gemm(Step<Kernel>& step, const BackwardRows<Kernel>& rows, Wo
     terms[1] = {rows_of(rows.v_down, expert, task.row),
                 gemm::AnyRows(adapter.a[expert.expert]).from(0, task.col), adapter.rank()};
   }
-  product_into<Kernel>(worker, task, terms, rows_of(rows.grad_h, expert, task.row));
+  product_into<Kernel>(step, worker, task, terms, rows_of(rows.grad_h, expert, task.row));
 }
 
 // grad_Ad = (w v_d)^T h, a block of columns.
@@ -267,7 +269,7 @@ void backward_base_pass(Step<Kernel>& step, const BackwardRows<Kernel>& rows, Wo
   };
   add(0, rows.grad_gate, step.weights.gate[e], rows.v_gate, step.lora.gate);
   add(1, rows.grad_up, step.weights.up[e], rows.v_up, step.lora.up);
-  product_into<Kernel>(worker, task, terms, rows_of(rows.grad_x, expert, task.row));
+  product_into<Kernel>(step, worker, task, terms, rows_of(rows.grad_x, expert, task.row));
 }
 
 // grad_A of gate and up, a block of columns: v^T x, x of one chunk packed once for both. A shared A gets the sum.

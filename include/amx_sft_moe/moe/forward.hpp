@@ -82,9 +82,10 @@ void finish_gate_up_block(Step<Kernel>& step, const Task& task, const std::array
   add_bias(gate, step.weights.biases.gate, task.expert->expert, first);
   add_bias(up, step.weights.biases.up, task.expert->expert, first);
   if (step.saved.gate.data != nullptr) {
+    const bool past_caches = step.template past_caches<Stored>(2 * step.intermediate);
     auto save = [&](const gemm::TokenBlock& block, const MatrixView<Stored>& to) {
       const MatrixView<Stored> rows = rows_of(to, *task.expert, task.row + block.token);
-      gemm::store_tokens<Kernel>(block, rows.data + first, rows.row_stride, 1.0F, nullptr);
+      gemm::store_tokens<Kernel>(block, rows.data + first, rows.row_stride, 1.0F, nullptr, past_caches);
     };
     save(gate, step.saved.gate);
     save(up, step.saved.up);
@@ -145,6 +146,7 @@ void forward_gate_up(Step<Kernel>& step) {
       gemm::gemm_nt<Kernel>(
           worker.gemm, task.cols, task.rows, step.form(expert), outputs,
           [&](const std::array<gemm::TokenBlock, 2>& blocks) { finish_gate_up_block(step, task, blocks, h); });
+      gemm::settle_stores<Kernel>();
     });
     if (!unfinished[task.group].finish() || lora.down.rank() == 0) return;
     worker.time(Phase::kLoraADownForward, [&] {
@@ -164,6 +166,7 @@ void forward_down(Step<Kernel>& step) {
   E* h_operand = work.h_operand.as<E>(0);
   E* u_down = work.u_down_operand.as<E>(0);
   const MatrixView<float> out = row_matrix<float>(work.out_rows, work.routing.routed_rows(), step.hidden);
+  const bool past_caches = step.template past_caches<float>(step.hidden);
 
   work.tasks.clear();
   for (const ExpertRows& expert : work.routing.active()) {
@@ -185,8 +188,9 @@ void forward_down(Step<Kernel>& step) {
                               const gemm::TokenBlock& d = blocks[0];
                               add_bias(d, step.weights.biases.down, e, task.col + d.out);
                               gemm::store_tokens<Kernel>(d, rows.row(d.token) + task.col + d.out,
-                                                         rows.row_stride, 1.0F, weights + d.token);
+                                                         rows.row_stride, 1.0F, weights + d.token, past_caches);
                             });
+      gemm::settle_stores<Kernel>();
     });
   });
 }

@@ -41,6 +41,12 @@ struct Step {
   gemm::Load load() const {
     return {static_cast<index_t>(work.routing.active().size()), work.routing.routed_rows(), threads};
   }
+  // Whether rows over the routes, with `cols` of T each, are written past the caches.
+  template <class T>
+  bool past_caches(index_t cols) const {
+    const index_t bytes = work.routing.routed_rows() * cols * index_t{sizeof(T)};
+    return blocking.template past_caches<Kernel>(bytes, threads);
+  }
 };
 
 // A thread in a region: what it times, and what it brings to a GEMM.

@@ -28,7 +28,9 @@ struct AmxMicrokernel {
   static constexpr index_t kMaxRows = kStrip * amx::kTileRows;
   static constexpr index_t kMaxCols = kStrip * kPanelCols;
 
-  enum Pattern : int { kSquare, kColumn, kRow };
+  // kEvenSquare: kSquare whose tiles are as wide as panels, so that one configuration is for all columns of a row of blocks.
+  enum Pattern : int { kSquare, kEvenSquare, kColumn, kRow };
+  static constexpr index_t kShortRow = 1024;
 
   // The configuration that this thread has loaded; gives the tiles back at the end of a region.
   class Session {
@@ -68,16 +70,23 @@ struct AmxMicrokernel {
     return plan;
   }
 
-  // The plan where A comes from memory and B from L2, gemm_nt: each tile of A is met by as many tiles of B as there are
-  // accumulators, and by 16 or 32 rows at a time, which hardware prefetchers can follow; of 96 they lose track
-  // (benchmarks/LOG.md, "AMX, natively"). Tiles of a row have one width: the last one may multiply zeros of its panel.
-  static constexpr BlockPlan streamed_plan(index_t rows, index_t cols) {
+  // The plan where A, rows of k elements, comes from memory and B from L2, gemm_nt: each tile of A is met by as many tiles of B
+  // as there are accumulators, and by 16 or 32 rows at a time, which hardware prefetchers can follow; of 96 they lose track
+  // (benchmarks/LOG.md, "AMX, natively"). Short rows, several of which lie on a page, by squares of tiles, whatever that loads.
+  // Two strips, one below the other, are one block: of outputs that are stored for each token these are a line. Tiles of a
+  // row have one width: the last one may multiply zeros of its panel.
+  static constexpr BlockPlan streamed_plan(index_t rows, index_t cols, index_t k) {
+    constexpr index_t kPair = 2 * kPanelCols;
     BlockPlan plan;
     if (cols <= kPanelCols) {
-      plan.add({0, rows, 2 * kPanelCols, 0, cols, kPanelCols, kSquare});
+      plan.add({0, rows, kPair, 0, cols, kPanelCols, kSquare});
+    } else if (k <= kShortRow) {
+      plan.add({0, rows, kPair, 0, cols, kPair, kEvenSquare});
     } else {
       const index_t parts = ceil_div(cols, kMaxCols);
-      plan.add({0, rows, kPanelCols, 0, cols, round_up(ceil_div(cols, parts), kPanelCols), kRow});
+      const index_t even = rows / kPair * kPair, wide = round_up(ceil_div(cols, parts), kPanelCols);
+      plan.add({0, even, kPair, 0, cols, wide, kRow});
+      plan.add({even, rows, kPanelCols, 0, cols, wide, kRow});
     }
     return plan;
   }
@@ -89,14 +98,14 @@ struct AmxMicrokernel {
   // C [rows, cols] += the sum of the segments, or = it where C is fresh; one block of the plan.
   static void block(Session& session, int pattern, const Segments<bf16>& segments, index_t rows, index_t cols,
                     const SumRows& c) {
-    session.use(config_for(pattern, rows, cols, segments.k_tile));
     constexpr index_t kTile = amx::kTileRows;
-    if (pattern == kSquare) {
+    if (pattern == kRow) return row_strips(session, segments, rows, cols, c);
+    const index_t wide = pattern == kEvenSquare ? 2 * kPanelCols : cols;
+    session.use(config_for(pattern, rows, wide, segments.k_tile));
+    if (pattern == kSquare || pattern == kEvenSquare) {
       kSquares[rows > kTile ? 1 : 0][cols > kTile ? 1 : 0](segments, c);
-    } else if (pattern == kColumn) {
-      kColumns[static_cast<std::size_t>(ceil_div(rows, kTile) - 1)](segments, c);
     } else {
-      kRowStrips[static_cast<std::size_t>(ceil_div(cols, kTile) - 1)](segments, c);
+      kColumns[static_cast<std::size_t>(ceil_div(rows, kTile) - 1)](segments, c);
     }
   }
 
@@ -112,7 +121,7 @@ struct AmxMicrokernel {
       const index_t left = n - i * amx::kTileRows;
       return left < amx::kTileRows ? left : static_cast<index_t>(amx::kTileRows);
     };
-    if (pattern == kSquare) {
+    if (pattern == kSquare || pattern == kEvenSquare) {
       for (int i = 0; i < 2; ++i) {
         for (int j = 0; j < 2; ++j) {
           if (part(rows, i) > 0) shape(2 * i + j, part(rows, i), part(cols, j), 4);
@@ -195,12 +204,23 @@ struct AmxMicrokernel {
     each(kIds, [&](auto i) { end<i()>(c, i() * amx::kTileRows, 0); });
   }
 
+  // Strips one below the other.
+  static void row_strips(Session& session, const Segments<bf16>& segments, index_t rows, index_t cols,
+                         const SumRows& c) {
+    const auto strip = kRowStrips[static_cast<std::size_t>(ceil_div(cols, kPanelCols) - 1)];
+    for (index_t row = 0; row < rows; row += amx::kTileRows) {
+      session.use(config_for(kRow, rows - row, cols, segments.k_tile));
+      strip(segments, row, c.from(row, 0));
+    }
+  }
+
+  // A tile of rows from `row` on of A.
   template <int ColTiles>
-  static void row_strip(const Segments<bf16>& segments, const SumRows& c) {
+  static void row_strip(const Segments<bf16>& segments, index_t row, const SumRows& c) {
     constexpr auto kIds = std::make_integer_sequence<int, ColTiles>{};
     each(kIds, [&](auto j) { begin<j()>(c, 0, j() * kPanelCols); });
     for_each_step(segments, [&](const Segment<bf16>& segment, const bf16* a, const bf16* b) {
-      amx::load<6>(a, segment.a_stride * 2);
+      amx::load<6>(a + row * segment.a_stride, segment.a_stride * 2);
       each(kIds, [&](auto j) {
         amx::load<7>(b + j() * segment.panel_stride, kLine);
         amx::dpbf16<j(), 6, 7>();
@@ -214,8 +234,9 @@ struct AmxMicrokernel {
       {{square<1, 1>, square<1, 2>}, {square<2, 1>, square<2, 2>}}};
   static constexpr std::array<Tiles, kStrip> kColumns{column<1>, column<2>, column<3>,
                                                       column<4>, column<5>, column<6>};
-  static constexpr std::array<Tiles, kStrip> kRowStrips{row_strip<1>, row_strip<2>, row_strip<3>,
-                                                        row_strip<4>, row_strip<5>, row_strip<6>};
+  using RowStrip = void (*)(const Segments<bf16>&, index_t, const SumRows&);
+  static constexpr std::array<RowStrip, kStrip> kRowStrips{row_strip<1>, row_strip<2>, row_strip<3>,
+                                                           row_strip<4>, row_strip<5>, row_strip<6>};
 };
 
 }  // namespace arch

@@ -79,6 +79,9 @@ struct Avx512Rows {
     PortableRows::store(c, c_stride, rows, cols, to);
   }
 
+  // Before others may read what passed the caches: such stores are not in order with those that tell that a task is done.
+  static void settle() { _mm_sfence(); }
+
   template <class T>
   AMX_SFT_MOE_TARGET_AVX512 static void sum_rows(const float* rows, index_t row_stride,
                                                  const std::int32_t* index, index_t slots, index_t cols,
@@ -157,15 +160,31 @@ struct Avx512Rows {
     for (int p = 0; p < 4; ++p) avx512::store16(out + 16 * p, value[p]);
   }
 
+  // As many columns as are whole lines of the target; returns how many.
+  template <class T>
+  AMX_SFT_MOE_TARGET_AVX512 static index_t stream_row(const float* from, index_t cols, __m512 scale, T* out) {
+    index_t j = 0;
+    for (; j + kLine<T> <= cols; j += kLine<T>) {
+      const __m512 value = _mm512_mul_ps(_mm512_loadu_ps(from + j), scale);
+      if constexpr (kLine<T> == 16) {
+        stream(out + j, value);
+      } else {
+        stream(out + j, value, _mm512_mul_ps(_mm512_loadu_ps(from + j + 16), scale));
+      }
+    }
+    return j;
+  }
+
   // Columns adjacent in the target.
   template <class T>
   AMX_SFT_MOE_TARGET_AVX512 static void store_rows(const float* c, index_t c_stride, index_t rows, index_t cols,
                                                    const BlockTarget<T>& to) {
     const __m512 scale = _mm512_set1_ps(to.scale);
+    const bool past_caches = to.col_scale == nullptr && streams(to, to.row_stride);
     for (index_t i = 0; i < rows; ++i) {  // row by row: at one column rows may all be in one set of L1
       const float* from = c + i * c_stride;
       T* out = to.data + i * to.row_stride;
-      index_t j = 0;
+      index_t j = past_caches ? stream_row(from, cols, scale, out) : 0;
       if (to.col_scale == nullptr) {
         for (; j + kTogether <= cols; j += kTogether) store_together(from + j, scale, to.accumulate, out + j);
       }
@@ -181,11 +200,66 @@ struct Avx512Rows {
     }
   }
 
+  // 16 rows of `cols` columns as columns.
+  AMX_SFT_MOE_INLINE AMX_SFT_MOE_TARGET_AVX512 static void load_columns(const float* c, index_t c_stride,
+                                                                        index_t cols, __m512i (&r)[16]) {
+    const __mmask16 lanes = avx512::mask16(cols);
+    AMX_SFT_MOE_UNROLL
+    for (int t = 0; t < 16; ++t) r[t] = _mm512_maskz_loadu_epi32(lanes, c + t * c_stride);
+    avx512::transpose_16x16(r);
+  }
+
+  template <class T>
+  static constexpr index_t kLine = 64 / index_t{sizeof(T)};
+
+  // Whether lines of a block, `stride` elements apart, pass the caches.
+  template <class T>
+  static bool streams(const BlockTarget<T>& to, index_t stride) {
+    const bool whole_lines = stride % kLine<T> == 0 && reinterpret_cast<std::uintptr_t>(to.data) % 64 == 0;
+    return to.past_caches && !to.accumulate && whole_lines;
+  }
+  AMX_SFT_MOE_INLINE AMX_SFT_MOE_TARGET_AVX512 static void stream(float* line, __m512 value) {
+    _mm512_stream_ps(line, value);
+  }
+  AMX_SFT_MOE_INLINE AMX_SFT_MOE_TARGET_AVX512 static void stream(bf16* line, __m512 value, __m512 behind) {
+    _mm512_stream_si512(reinterpret_cast<__m512i*>(line), avx512::round_bf16_pair(value, behind));
+  }
+
+  // store_columns() of as many rows as are whole lines of the target; returns how many.
+  template <class T>
+  AMX_SFT_MOE_TARGET_AVX512 static index_t stream_columns(const float* c, index_t c_stride, index_t rows,
+                                                          index_t cols, const BlockTarget<T>& to) {
+    index_t i = 0;
+    for (; i + kLine<T> <= rows; i += kLine<T>) {
+      for (index_t j = 0; j < cols; j += 16) {
+        __m512i r[16], behind[16];
+        load_columns(c + i * c_stride + j, c_stride, cols - j, r);
+        if constexpr (kLine<T> == 32) load_columns(c + (i + 16) * c_stride + j, c_stride, cols - j, behind);
+        AMX_SFT_MOE_UNROLL
+        for (int t = 0; t < 16; ++t) {
+          if (j + t >= cols) break;
+          T* out = to.data + (j + t) * to.col_stride + i;
+          const __m512 factor =
+              _mm512_set1_ps(to.col_scale == nullptr ? to.scale : to.scale * to.col_scale[j + t]);
+          const __m512 value = _mm512_mul_ps(_mm512_castsi512_ps(r[t]), factor);
+          if constexpr (kLine<T> == 16) {
+            stream(out, value);
+          } else {
+            stream(out, value, _mm512_mul_ps(_mm512_castsi512_ps(behind[t]), factor));
+          }
+        }
+      }
+    }
+    return i;
+  }
+
   // Rows adjacent in the target: 16 x 16 at a time through registers.
   template <class T>
   AMX_SFT_MOE_TARGET_AVX512 static void store_columns(const float* c, index_t c_stride, index_t rows,
                                                       index_t cols, const BlockTarget<T>& to) {
-    for (index_t i = 0; i < rows; i += 16) {
+    index_t i = 0;
+    if (streams(to, to.col_stride)) i = stream_columns(c, c_stride, rows, cols, to);
+    for (; i < rows; i += 16) {
       const __mmask16 lanes = avx512::mask16(rows - i);
       for (index_t j = 0; j < cols; j += 16) {
         const __mmask16 col_lanes = avx512::mask16(cols - j);
