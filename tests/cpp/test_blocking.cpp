@@ -26,7 +26,17 @@ TEST(Blocking, FewRowsOfTilesTakeWholeRowsOfWeights) {
   EXPECT_EQ(columns(1, 2880), 2880);
   EXPECT_EQ(columns(16, 7168), 7168);
   EXPECT_EQ(columns(16, 14336), 7168) << "or equal parts";
-  EXPECT_EQ(columns(8, 20000), 6720) << "of whole strips";
+  EXPECT_EQ(columns(8, 20000), 6720);
+}
+
+TEST(Blocking, FewExpertsOfFewRowsAreAlike) {
+  const auto wide = [](index_t rows, index_t experts, int threads) {
+    return kBlocking.nn_cols<Kernel>(kK, rows, 4096, {experts, 16, threads});
+  };
+  EXPECT_EQ(wide(1, 8, 2), 4096) << "four tasks a thread";
+  EXPECT_EQ(wide(9, 8, 2), 4096) << "whatever tokens an expert has";
+  EXPECT_EQ(wide(1, 7, 2), 2048) << "or twice as many";
+  EXPECT_EQ(wide(1, 8, 16), 512);
 }
 
 TEST(Blocking, MoreRowsTakeWholeRowsThatAreShort) {
@@ -37,16 +47,17 @@ TEST(Blocking, MoreRowsTakeWholeRowsThatAreShort) {
 }
 
 TEST(Blocking, SumsStayInHalfOfL2) {
-  EXPECT_EQ(columns(128, 2880), 1472) << "half of a row, in whole strips";
+  EXPECT_EQ(columns(128, 2880), 1440) << "half of a row";
+  EXPECT_EQ(columns(256, 2880), 736) << "whole pairs of panels";
   EXPECT_EQ(columns(256, 2048), 1024);
 }
 
-TEST(Blocking, ManyThreadsGetNarrowTasksOfWholeStrips) {
+TEST(Blocking, ManyThreadsGetNarrowTasksOfWholePairsOfPanels) {
   for (const index_t cols : {768, 2048, 2880, 7168, 14336}) {
     index_t before = cols + gemm::Blocking::kMaxStripCols;
     for (const int threads : {1, 2, 8, 60, 400}) {
       const index_t wide = kBlocking.nn_cols<Kernel>(kK, 32, cols, {4, 128, threads});
-      EXPECT_EQ(wide % arch::kStripCols, 0) << cols << " columns, " << threads << " threads";
+      EXPECT_EQ(wide % gemm::Blocking::kMinCols, 0) << cols << " columns, " << threads << " threads";
       EXPECT_GT(wide, 0);
       EXPECT_LE(wide, before);
       before = wide;

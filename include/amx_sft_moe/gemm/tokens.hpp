@@ -105,8 +105,8 @@ struct TokenBlock {
   float* line(index_t i) const { return c + i * stride; }
 };
 
-// data[t * stride + o] = scale * (token_scale[t]) * the block's output o of token t. What is stored past the caches is there
-// for others after settle_stores().
+// data[t * stride + o] = scale * (token_scale[t]) * the block's output o of token t. What is stored past the caches others
+// may read after settle_stores().
 template <class Kernel, class T>
 void store_tokens(const TokenBlock& block, T* data, index_t stride, float scale, const float* token_scale,
                   bool past_caches = false) {
@@ -123,10 +123,12 @@ void store_tokens(const TokenBlock& block, T* data, index_t stride, float scale,
   }
 }
 
-// Before a task that stored past the caches is done.
+// Before a task is done that stored past the caches, if it did.
 template <class Kernel>
-void settle_stores() {
-  if constexpr (requires { Kernel::Rows::settle(); }) Kernel::Rows::settle();
+void settle_stores(bool past_caches) {
+  if constexpr (requires { Kernel::Rows::settle(); }) {
+    if (past_caches) Kernel::Rows::settle();
+  }
 }
 
 // append_operand() where operands are rows, each of which has `padded` elements from `first` on.

@@ -70,7 +70,7 @@ void product_into(Step<Kernel>& step, Worker<Kernel>& worker, const Task& task,
         to.row(block.row) + task.col + block.col, to.row_stride, 1, false, 1.0F, nullptr, past_caches};
     Kernel::Rows::store(block.c, block.stride, block.rows, block.cols, target);
   });
-  gemm::settle_stores<Kernel>();
+  gemm::settle_stores<Kernel>(past_caches);
 }
 
 // grad_h = p Wd + v_d Ad, a block of columns.

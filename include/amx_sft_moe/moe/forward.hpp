@@ -74,7 +74,7 @@ std::array<gemm::Term<typename Kernel::Compute>, 2> adapted_terms(
 // operand, block by block.
 template <class Kernel>
 void finish_gate_up_block(Step<Kernel>& step, const Task& task, const std::array<gemm::TokenBlock, 2>& blocks,
-                          const gemm::Panels<typename Kernel::Compute>& h) {
+                          bool past_caches, const gemm::Panels<typename Kernel::Compute>& h) {
   using Stored = typename Kernel::Stored;
   const gemm::TokenBlock& gate = blocks[0];
   const gemm::TokenBlock& up = blocks[1];
@@ -82,7 +82,6 @@ void finish_gate_up_block(Step<Kernel>& step, const Task& task, const std::array
   add_bias(gate, step.weights.biases.gate, task.expert->expert, first);
   add_bias(up, step.weights.biases.up, task.expert->expert, first);
   if (step.saved.gate.data != nullptr) {
-    const bool past_caches = step.template past_caches<Stored>(2 * step.intermediate);
     auto save = [&](const gemm::TokenBlock& block, const MatrixView<Stored>& to) {
       const MatrixView<Stored> rows = rows_of(to, *task.expert, task.row + block.token);
       gemm::store_tokens<Kernel>(block, rows.data + first, rows.row_stride, 1.0F, nullptr, past_caches);
@@ -132,6 +131,7 @@ void forward_gate_up(Step<Kernel>& step) {
   for (std::int32_t g = 0; g < groups; ++g) unfinished[g].reset(0);
   for (const Task& task : work.tasks) unfinished[task.group].add(1);
 
+  const bool past_caches = step.template past_caches<typename Kernel::Stored>(2 * step.intermediate);
   run_region(step, PhaseGroup::kForwardGateUp, [&](Worker<Kernel>& worker, const Task& task) {
     const ExpertRows& expert = *task.expert;
     const index_t e = expert.expert;
@@ -143,10 +143,11 @@ void forward_gate_up(Step<Kernel>& step) {
       const auto up = adapted_terms<Kernel>(step.weights.up[e], lora.up, e, task.col, x,
                                             operand_of<Kernel>(u_up, lora.up.rank(), expert, task.row));
       const std::array<std::span<const gemm::Term<E>>, 2> outputs{{gate, up}};
-      gemm::gemm_nt<Kernel>(
-          worker.gemm, task.cols, task.rows, step.form(expert), outputs,
-          [&](const std::array<gemm::TokenBlock, 2>& blocks) { finish_gate_up_block(step, task, blocks, h); });
-      gemm::settle_stores<Kernel>();
+      gemm::gemm_nt<Kernel>(worker.gemm, task.cols, task.rows, step.form(expert), outputs,
+                            [&](const std::array<gemm::TokenBlock, 2>& blocks) {
+                              finish_gate_up_block(step, task, blocks, past_caches, h);
+                            });
+      gemm::settle_stores<Kernel>(past_caches);
     });
     if (!unfinished[task.group].finish() || lora.down.rank() == 0) return;
     worker.time(Phase::kLoraADownForward, [&] {
@@ -190,7 +191,7 @@ void forward_down(Step<Kernel>& step) {
                               gemm::store_tokens<Kernel>(d, rows.row(d.token) + task.col + d.out,
                                                          rows.row_stride, 1.0F, weights + d.token, past_caches);
                             });
-      gemm::settle_stores<Kernel>();
+      gemm::settle_stores<Kernel>(past_caches);
     });
   });
 }
