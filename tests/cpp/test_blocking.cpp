@@ -37,6 +37,8 @@ TEST(Blocking, FewExpertsOfFewRowsAreAlike) {
   EXPECT_EQ(wide(9, 8, 2), 4096) << "whatever tokens an expert has";
   EXPECT_EQ(wide(1, 7, 2), 2048) << "or twice as many";
   EXPECT_EQ(wide(1, 8, 16), 512);
+  EXPECT_EQ(wide(1, 251, 60), 2048) << "of 251 tasks some threads have five";
+  EXPECT_EQ(wide(1, 236, 59), 4096);
 }
 
 TEST(Blocking, MoreRowsTakeWholeRowsThatAreShort) {

@@ -53,7 +53,7 @@ struct Blocking {
   // more than these, and kMaxStripCols of longer ones (benchmarks/LOG.md, "Whole rows for tiles").
   static constexpr index_t kMaxRowCols = 3072;
   static constexpr index_t kTasksPerThread = 8;
-  static constexpr index_t kFewTasksPerThread = 4;  // where tasks are alike
+  static constexpr index_t kFewTasksPerThread = 4;  // where tasks are alike, and threads end together
   // Tokens of a task of gemm_nt with strips, of whose x only a block of K stays in L2 while a strip meets it: packing
   // strips, 9 % of the time at 64 tokens, is half of that. With tokens along the lanes the same, without packing: the more
   // tokens, the less memory is asked for. Of gemm_nn too where strips are made ahead.
@@ -105,10 +105,8 @@ struct Blocking {
     const index_t kept = MakesRowsAhead<Kernel> ? 0 : rows;
     const index_t most = most_nn_cols<Kernel>(k, rows, cols);
     // What a tile of rows waits for is the weights: experts take as long as one another, whatever tokens they have.
-    if (AddsToC<Kernel> && rows <= arch::kPanelCols) {
-      return shared(most, kMaxCols, {kept, load.rows / load.experts, cols}, load, kFewTasksPerThread);
-    }
-    return shared(most, kMaxCols, {kept, rows, cols}, load);
+    const bool alike = AddsToC<Kernel> && rows <= arch::kPanelCols;
+    return shared(most, kMaxCols, {kept, alike ? load.rows / load.experts : rows, cols, alike}, load);
   }
   // Columns of a task of gemm_tn with LoRA's factors, B [tokens, cols]: what of a chunk of B stays in L2 while the factors
   // meet it, packed together by kernels of tiles, and in grad_Ad made by the task itself.
@@ -180,20 +178,26 @@ struct Blocking {
     return kMaxStripCols;
   }
 
-  // A product of an expert: rows of fp32 that a column of a task keeps, tokens, and its columns in all.
+  // A product of an expert: rows of fp32 that a column of a task keeps, tokens, its columns in all, and whether tasks of all
+  // experts take as long as one another.
   struct Product {
     index_t kept, tokens, cols;
+    bool alike = false;
   };
-  // Columns of a task: `most`, halved until what it keeps stays in L2 and each thread has tasks to choose from, none of
-  // them more than its share of all tokens' products (experts have as many tokens as routing gives them), or down to
-  // about `least`; less for experts that would keep the other threads waiting.
-  index_t shared(index_t most, index_t least, const Product& of, const Load& load,
-                 index_t tasks_per_thread = kTasksPerThread) const {
-    const index_t tasks = tasks_per_thread * index_t{load.threads};
+  // Whether the tasks of that width are enough: each thread has some to choose from, none of them more than its share of all
+  // tokens' products (experts have as many tokens as routing gives them); where they are alike, also if threads end together.
+  static bool enough(index_t wide, const Product& of, const Load& load) {
+    const index_t threads = load.threads, tasks = kTasksPerThread * threads;
+    const index_t count = load.experts * ceil_div(of.cols, wide);
+    if (of.alike && count >= kFewTasksPerThread * threads && 10 * round_up(count, threads) <= 11 * count)
+      return true;
+    return count >= tasks && of.tokens * std::min(wide, of.cols) * tasks <= load.rows * of.cols;
+  }
+  // Columns of a task: `most`, halved until what it keeps stays in L2 and the tasks are enough, or down to about `least`; less
+  // for experts that would keep the other threads waiting.
+  index_t shared(index_t most, index_t least, const Product& of, const Load& load) const {
     const auto fits = [&](index_t wide) {
-      return of.kept * wide * index_t{sizeof(float)} <= panel_bytes &&
-             load.experts * ceil_div(of.cols, wide) >= tasks &&
-             of.tokens * std::min(wide, of.cols) * tasks <= load.rows * of.cols;
+      return of.kept * wide * index_t{sizeof(float)} <= panel_bytes && enough(wide, of, load);
     };
     const auto half = [](index_t wide) { return round_up(wide / 2, kMinCols); };
     index_t wide = most;
