@@ -200,13 +200,21 @@ struct Avx512Rows {
     }
   }
 
-  // 16 rows of `cols` columns as columns.
+  // 16 columns of 16 rows, as far as there are such, with zeros behind.
   AMX_SFT_MOE_INLINE AMX_SFT_MOE_TARGET_AVX512 static void load_columns(const float* c, index_t c_stride,
-                                                                        index_t cols, __m512i (&r)[16]) {
+                                                                        index_t rows, index_t cols,
+                                                                        __m512i (&r)[16]) {
     const __mmask16 lanes = avx512::mask16(cols);
     AMX_SFT_MOE_UNROLL
-    for (int t = 0; t < 16; ++t) r[t] = _mm512_maskz_loadu_epi32(lanes, c + t * c_stride);
+    for (int t = 0; t < 16; ++t) {
+      r[t] = t < rows ? _mm512_maskz_loadu_epi32(lanes, c + t * c_stride) : _mm512_setzero_si512();
+    }
     avx512::transpose_16x16(r);
+  }
+  template <class T>
+  AMX_SFT_MOE_INLINE AMX_SFT_MOE_TARGET_AVX512 static __m512 factor_of_column(const BlockTarget<T>& to,
+                                                                              index_t j) {
+    return _mm512_set1_ps(to.col_scale == nullptr ? to.scale : to.scale * to.col_scale[j]);
   }
 
   template <class T>
@@ -233,14 +241,13 @@ struct Avx512Rows {
     for (; i + kLine<T> <= rows; i += kLine<T>) {
       for (index_t j = 0; j < cols; j += 16) {
         __m512i r[16], behind[16];
-        load_columns(c + i * c_stride + j, c_stride, cols - j, r);
-        if constexpr (kLine<T> == 32) load_columns(c + (i + 16) * c_stride + j, c_stride, cols - j, behind);
+        load_columns(c + i * c_stride + j, c_stride, 16, cols - j, r);
+        if constexpr (kLine<T> == 32) load_columns(c + (i + 16) * c_stride + j, c_stride, 16, cols - j, behind);
         AMX_SFT_MOE_UNROLL
         for (int t = 0; t < 16; ++t) {
           if (j + t >= cols) break;
           T* out = to.data + (j + t) * to.col_stride + i;
-          const __m512 factor =
-              _mm512_set1_ps(to.col_scale == nullptr ? to.scale : to.scale * to.col_scale[j + t]);
+          const __m512 factor = factor_of_column(to, j + t);
           const __m512 value = _mm512_mul_ps(_mm512_castsi512_ps(r[t]), factor);
           if constexpr (kLine<T> == 16) {
             stream(out, value);
@@ -262,20 +269,13 @@ struct Avx512Rows {
     for (; i < rows; i += 16) {
       const __mmask16 lanes = avx512::mask16(rows - i);
       for (index_t j = 0; j < cols; j += 16) {
-        const __mmask16 col_lanes = avx512::mask16(cols - j);
         __m512i r[16];
-        AMX_SFT_MOE_UNROLL
-        for (int t = 0; t < 16; ++t) {
-          r[t] = i + t < rows ? _mm512_maskz_loadu_epi32(col_lanes, c + (i + t) * c_stride + j)
-                              : _mm512_setzero_si512();
-        }
-        avx512::transpose_16x16(r);
+        load_columns(c + i * c_stride + j, c_stride, rows - i, cols - j, r);
         AMX_SFT_MOE_UNROLL
         for (int t = 0; t < 16; ++t) {
           if (j + t >= cols) break;
           T* out = to.data + (j + t) * to.col_stride + i;
-          const __m512 factor =
-              _mm512_set1_ps(to.col_scale == nullptr ? to.scale : to.scale * to.col_scale[j + t]);
+          const __m512 factor = factor_of_column(to, j + t);
           const __m512 value = _mm512_castsi512_ps(r[t]);
           avx512::store16(out, lanes,
                           to.accumulate ? _mm512_fmadd_ps(value, factor, avx512::load16(out, lanes))
