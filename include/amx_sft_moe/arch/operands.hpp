@@ -102,7 +102,7 @@ struct Segments {
   void add(const Segment<E>& segment) {
     if (segment.k > 0) at[count++] = segment;
   }
-  // B without its first columns, whole panels. In place: copies of all this cost a tenth of a block of tiles.
+  // B without its first columns, whole panels. In place: copies of all this cost a seventh of a block of tiles.
   void skip_columns(index_t cols) {
     for (int s = 0; s < count; ++s) at[s].b += cols / kPanelCols * at[s].panel_stride;
   }
