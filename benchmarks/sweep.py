@@ -5,9 +5,8 @@ of each line and whether it met them, a picture.
 
 Runs peers.py in a process of its own for each line and appends its JSON lines to run.jsonl; what stands there
 already is not run again, so an interrupted sweep goes on. `--redraw` only makes table and picture. Nothing else
-should run meanwhile. On two cores some ten minutes for the main layer alone (`--quick`), half an hour to three
-quarters for all layers at T = 8, 128 and 512, as much again with `--all`, which has 2048 too; several times as
-long without AVX512.
+should run meanwhile. On two cores some ten minutes for the main layer alone (`--quick`), 20 to 30 for all
+layers at T = 8, 128 and 512, longer with `--all`, which has 2048 too; several times as long without AVX512.
 
 A line meets its targets where our step is at most TARGETS' share of the fastest rival's and shorter than that
 of kt-kernel with an int8 base, which is no rival otherwise: it computes something else. Where the machine's

@@ -94,4 +94,30 @@ TYPED_TEST(Stores, OfBf16PastTheCaches) {
   this->template expect_same_of_all<bf16>();
 }
 
+// lora::clear() of [5, 3] wherever its elements lie: zeros there and nothing beside them.
+TEST(Clear, WritesNothingButTheGradient) {
+  constexpr index_t kRows = 5, kCols = 3;
+  const std::array<std::array<index_t, 2>, 8> strides{
+      {{kCols, 1}, {kCols + 2, 1}, {1, kRows}, {1, kRows + 2}, {2 * kCols, 2}, {2, 2 * kRows}, {1, 9}, {9, 1}}};
+  for (const auto& [row_stride, col_stride] : strides) {
+    std::vector<float> memory(64, 7.0F);
+    lora::clear({memory.data(), kRows, kCols, row_stride, col_stride});
+    std::vector<float> expected(64, 7.0F);
+    for (index_t i = 0; i < kRows; ++i) {
+      for (index_t j = 0; j < kCols; ++j) expected[i * row_stride + j * col_stride] = 0.0F;
+    }
+    EXPECT_EQ(memory, expected) << row_stride << ", " << col_stride;
+  }
+}
+
+// Of one row, whose stride may be anything, and of none.
+TEST(Clear, OneRowAndNone) {
+  std::vector<bf16> memory(8, from_float<bf16>(7.0F));
+  for (const index_t row_stride : {0, 1, 3, 100}) lora::clear({memory.data() + 1, 1, 3, row_stride, 2});
+  lora::clear({static_cast<float*>(nullptr), 0, 3, 3, 1});
+  for (std::size_t i = 0; i < memory.size(); ++i) {
+    EXPECT_EQ(to_float(memory[i]), i == 1 || i == 3 || i == 5 ? 0.0F : 7.0F) << i;
+  }
+}
+
 }  // namespace

@@ -72,17 +72,23 @@ void project_gradient(gemm::ThreadContext<Kernel>& thread, const gemm::AnyRows& 
   });
 }
 
-// Exact zeros, for an expert without tokens.
+// Exact zeros, for an expert without tokens. Rows, or columns, that lie one behind the other are filled in one go.
 inline void clear(const AnyMatrix& grad) {
+  if (grad.col_stride() != 1 && grad.row_stride() == 1) return clear(grad.transposed());
   grad.visit([&](auto* data) {
-    using T = std::remove_pointer_t<decltype(data)>;
+    const auto zero = from_float<std::remove_pointer_t<decltype(data)>>(0.0F);
+    const bool adjacent = grad.col_stride() == 1;
+    if (adjacent && grad.row_stride() == grad.cols()) {
+      std::fill_n(data, grad.rows() * grad.cols(), zero);
+      return;
+    }
     for (index_t i = 0; i < grad.rows(); ++i) {
-      T* row = data + i * grad.row_stride();
-      if (grad.col_stride() == 1) {
-        std::fill_n(row, grad.cols(), from_float<T>(0.0F));
+      auto* row = data + i * grad.row_stride();
+      if (adjacent) {
+        std::fill_n(row, grad.cols(), zero);
         continue;
       }
-      for (index_t j = 0; j < grad.cols(); ++j) row[j * grad.col_stride()] = from_float<T>(0.0F);
+      for (index_t j = 0; j < grad.cols(); ++j) row[j * grad.col_stride()] = zero;
     }
   });
 }
