@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 
 import pytest
 
@@ -14,6 +15,7 @@ from amx_sft_moe.finetune.corpus import (
     split,
     split_documents,
     split_examples,
+    split_questions,
 )
 from amx_sft_moe.finetune.errors import FinetuneError
 from amx_sft_moe.finetune.jsonl import read_examples
@@ -58,13 +60,13 @@ def test_corpus_is_the_same_each_time():
 @pytest.mark.parametrize("fraction", [0.01, 0.04, 0.5])
 def test_splits_are_disjoint_and_of_the_size_asked_for(fraction):
     examples = questions()
-    training, held_out = split_examples(examples, fraction)
+    training, held_out = split_questions(examples, fraction)
     assert sorted(training + held_out, key=str) == sorted(examples, key=str)
     assert not {e.prompt for e in training} & {e.prompt for e in held_out}
     # The same answer occurs under many questions: a held-out one must not have been seen.
     assert not {e.completion for e in training} & {e.completion for e in held_out}
     assert fraction <= len(held_out) / len(examples) < fraction + 0.02
-    assert split_examples(examples, fraction) == (training, held_out)
+    assert split_questions(examples, fraction) == (training, held_out)
 
 
 def test_documents_are_split_by_characters():
@@ -79,8 +81,64 @@ def test_split_keeps_groups_together_and_neither_side_empty():
     for fraction in (1e-9, 0.5, 1.0):
         training, held_out = split(documents, lambda d: d.text, lambda d: 1, fraction)
         assert len(training) == len(held_out) == 5
-    with pytest.raises(FinetuneError, match="1 different examples: at least 2"):
+    message = "expected at least 2 different texts, one of them to be held out, got 1 among 5"
+    with pytest.raises(FinetuneError, match=message):
         split(documents[::2], lambda d: d.text, lambda d: 1, 0.5)
+
+
+def classified(labels: int, count: int = 1000) -> list[Example]:
+    """`count` different prompts, each of one of `labels` answers."""
+    return [Example(f"Question {n}?", f" answer {n % labels}") for n in range(count)]
+
+
+@pytest.mark.parametrize("labels", [1, 2, 4, 30, 500, 1000])
+def test_no_class_of_the_users_is_held_out_whole(labels):
+    examples = classified(labels)
+    training, held_out = split_examples(examples, 0.04)
+    assert len(held_out) == 40
+    assert [e for e in examples if e in set(training)] == training
+    assert sorted(training + held_out, key=str) == sorted(examples, key=str)
+    assert split_examples(examples, 0.04) == (training, held_out)
+    assert set(split_examples(examples[::-1], 0.04)[1]) == set(held_out)
+    if labels < 1000:  # an answer that occurs once is no class
+        assert {e.completion for e in training} == {e.completion for e in examples}
+
+
+def test_the_last_of_a_class_stays_in_training():
+    examples = classified(10, 30)
+    training, held_out = split_examples(examples, 1.0)
+    assert len(held_out) == 20
+    assert sorted(Counter(e.completion for e in training).values()) == [1] * 10
+
+
+def test_equal_examples_of_the_users_stay_on_one_side():
+    examples = [Example(f"{prompt}{space}", f"{space}yes") for prompt in range(100) for space in (" ", "\n")]
+    training, held_out = split_examples(examples, 0.04)
+    assert len(held_out) == 8
+    assert not {e.prompt.strip() for e in training} & {e.prompt.strip() for e in held_out}
+
+
+@pytest.mark.parametrize("repeated", range(5))
+def test_one_that_is_most_of_the_data_is_trained_on(repeated):
+    examples = [Example(str(n), "yes") for n in range(5) for _ in range(996 if n == repeated else 1)]
+    training, held_out = split_examples(examples, 0.04)
+    assert len(held_out) == 1
+    assert Example(str(repeated), "yes") in training
+
+
+@pytest.mark.parametrize("times", [1, 500])
+@pytest.mark.parametrize("fraction", [1e-9, 0.04, 0.5, 1.0])
+def test_two_different_examples_are_enough(times, fraction):
+    two = [Example("odd?", "yes"), Example("even?", "no")]
+    training, held_out = split_examples(two * times, fraction)
+    assert len(training) == len(held_out) == times
+    assert {*training, *held_out} == set(two)
+
+
+def test_too_few_different_examples_are_counted():
+    message = "expected at least 2 different examples, one of them to be held out, got 1 among 1,000"
+    with pytest.raises(FinetuneError, match=message):
+        split_examples([Example("odd?", "yes")] * 1000, 0.04)
 
 
 def write(path, *lines: str) -> None:

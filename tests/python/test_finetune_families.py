@@ -9,8 +9,10 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import save_file
 
 from amx_sft_moe import adapters
+from amx_sft_moe.checkpoints import CheckpointFiles, routed_experts
 from amx_sft_moe.errors import ArgumentError
 from amx_sft_moe.finetune import adapter, cli, job, model, stages
 from amx_sft_moe.finetune.corpus import Example
@@ -39,8 +41,9 @@ def options(folder: Path, checkpoint: Path) -> Options:
     return replace(found, threads=2, compare_steps=0)
 
 
-def checkpoint(folder: Path, family: str, dtype: torch.dtype = torch.bfloat16) -> Path:
-    write(folder, family, dtype, vocab_size=300, eos_token_id=None, bos_token_id=None, pad_token_id=None)
+def checkpoint(folder: Path, family: str, dtype: torch.dtype = torch.bfloat16, **changes: int) -> Path:
+    tokens = dict.fromkeys(("eos_token_id", "bos_token_id", "pad_token_id"))
+    write(folder, family, dtype, vocab_size=300, **tokens, **changes)
     train_tokenizer(["Count to 12: 0 1 2 3 4 5 6 7 8 9"], 300, 64).save_pretrained(folder)
     return folder
 
@@ -86,6 +89,55 @@ def test_a_run(family, tmp_path, capsys, monkeypatch):
     if results.comparison:
         ours, other = results.comparison
         assert ours.losses == pytest.approx(other.losses, abs=0.02)
+
+
+def mxfp4_checkpoint(folder: Path, without: str = "") -> Path:
+    """gpt-oss as it is published, its experts in blocks of 32 numbers with a scale each; a tensor may be left
+    out."""
+    checkpoint(folder, "gpt_oss", intermediate_size=64)
+    random = torch.Generator().manual_seed(5)
+    files = CheckpointFiles(folder)
+    state = {name: files.tensor(name).clone() for name in files}
+    for name in [name for name in state if name.endswith(("gate_up_proj", "down_proj"))]:
+        e, columns, rows = state.pop(name).shape
+        blocks = (e, rows, columns // 32, 16)
+        state[f"{name}_blocks"] = torch.randint(0, 256, blocks, dtype=torch.uint8, generator=random)
+        state[f"{name}_scales"] = torch.randint(118, 124, blocks[:3], dtype=torch.uint8, generator=random)
+    state.pop(without, None)
+    for path in folder.glob("model*"):
+        path.unlink()
+    save_file(state, folder / "model.safetensors", metadata={"format": "pt"})
+    edit_config(folder, quantization_config={"quant_method": "mxfp4"})
+    return folder
+
+
+def test_mxfp4_is_compared_with_the_same_experts(tmp_path):
+    """Those of grouped_mm are loaded apart: on CPUs without AVX512 the rest is in float32."""
+    folder = mxfp4_checkpoint(tmp_path / "checkpoint")
+    ours = model.load_model(folder, torch.bfloat16, torch.float32, OURS)
+    other = model.load_stacked(folder, torch.float32, "grouped_mm")
+    assert {parameter.dtype for parameter in other.parameters()} == {torch.float32}
+    for (_, module), (_, reference) in zip(routed_experts(ours), routed_experts(other), strict=True):
+        for name in model.EXPERTS:
+            assert torch.equal(module.get_parameter(name).float(), reference.get_parameter(name))
+    adapted = model.add_adapter(other, 2, 4.0, 0)
+    assert model.trained_parameters(adapted).layers == 2
+    ids = torch.arange(12)[None]
+    expected = model.load_model(folder, torch.float32, torch.float32, OURS)(ids).logits
+    assert torch.allclose(adapted(ids).logits, expected, atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("without", "said"),
+    [
+        ("model.norm.weight", r"expected all weights of GptOssForCausalLM, got no model\.norm\.weight$"),
+        ("model.layers.1.mlp.experts.down_proj_scales", r"cannot load .*layers\.1\.mlp\.experts\.down_proj: "),
+    ],
+)
+def test_nothing_is_compared_with_weights_drawn_at_random(without, said, tmp_path):
+    folder = mxfp4_checkpoint(tmp_path / "checkpoint", without)
+    with pytest.raises(FinetuneError, match=said):
+        model.load_stacked(folder, torch.float32, "grouped_mm")
 
 
 @pytest.mark.parametrize(

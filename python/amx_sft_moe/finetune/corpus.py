@@ -8,9 +8,11 @@ from __future__ import annotations
 import ast
 import hashlib
 import logging
+import math
 import sys
 import sysconfig
 import warnings
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -163,14 +165,11 @@ def split(
     weights: dict[str, int] = {}
     for item in items:
         weights[group(item)] = weights.get(group(item), 0) + weight(item)
-    if len(weights) < 2:
-        raise FinetuneError(
-            f"{len(weights)} different examples: at least 2 are needed, one of them to be held out"
-        )
+    _require_two("texts", len(weights), len(items))
     wanted = fraction * sum(weights.values())
     held_out: set[str] = set()
     reached = 0
-    for key in sorted(weights, key=lambda key: hashlib.sha256(key.encode("utf-8", "surrogatepass")).digest()):
+    for key in sorted(weights, key=_digest):
         if (held_out and reached >= wanted) or len(held_out) == len(weights) - 1:
             break
         held_out.add(key)
@@ -186,6 +185,53 @@ def split_documents(documents: Sequence[Document], fraction: float) -> tuple[lis
     return split(documents, lambda document: document.text, lambda document: len(document.text), fraction)
 
 
-def split_examples(examples: Sequence[Example], fraction: float) -> tuple[list[Example], list[Example]]:
-    """Splits examples by answer, so that no held-out answer was seen in training under another question."""
+def split_questions(examples: Sequence[Example], fraction: float) -> tuple[list[Example], list[Example]]:
+    """Splits the library's questions by answer, so that no held-out answer was seen under another question.
+
+    Many of its functions share a docstring; no answer is anywhere near `fraction` of all.
+    """
     return split(examples, lambda example: example.completion.strip(), lambda example: 1, fraction)
+
+
+def split_examples(examples: Sequence[Example], fraction: float) -> tuple[list[Example], list[Example]]:
+    """Splits the user's examples; (training, held-out), both in their order. Equal ones stay on one side.
+
+    Not by answer: where answers are classes ("yes", "no"), that would hold out one of them whole and train
+    without it. Of an answer to several prompts at least one stays in training. Examples are equal where prompt
+    and answer are, but for white space around them. They are held out in the order of their SHA-256, the same
+    in each run, up to `fraction` of the different ones and of all, rounded up. One repeated so often that it
+    alone is more than that stays in training, unless all are. FinetuneError with fewer than two different ones.
+    """
+    different = Counter(map(_stripped, examples))
+    _require_two("examples", len(different), len(examples))
+    prompts = Counter(example.completion for example in different)
+    most = min(math.ceil(fraction * len(different)), len(different) - 1)
+    room = max(math.ceil(fraction * len(examples)), min(different.values()))
+    held_out: set[Example] = set()
+    answers: Counter[str] = Counter()  # of those held out
+    for example in sorted(different, key=lambda each: _digest(f"{each.prompt}\0{each.completion}")):
+        answer = example.completion
+        last_of_several = 0 < answers[answer] == prompts[answer] - 1
+        if len(held_out) < most and different[example] <= room and not last_of_several:
+            held_out.add(example)
+            answers[answer] += 1
+            room -= different[example]
+    return (
+        [example for example in examples if _stripped(example) not in held_out],
+        [example for example in examples if _stripped(example) in held_out],
+    )
+
+
+def _stripped(example: Example) -> Example:
+    return Example(example.prompt.strip(), example.completion.strip())
+
+
+def _digest(text: str) -> bytes:
+    return hashlib.sha256(text.encode("utf-8", "surrogatepass")).digest()
+
+
+def _require_two(what: str, different: int, count: int) -> None:
+    if different < 2:
+        raise FinetuneError(
+            f"expected at least 2 different {what}, one of them to be held out, got {different} among {count:,}"
+        )

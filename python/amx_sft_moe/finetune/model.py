@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import logging
 import string
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model
@@ -21,6 +24,7 @@ from transformers import (
 
 from amx_sft_moe.checkpoints import CheckpointFiles, meta_model, read_config, routed_experts
 from amx_sft_moe.checkpoints import load_model as load_mapped
+from amx_sft_moe.checkpoints.plan import make_plan
 from amx_sft_moe.errors import ArgumentError, cause_of
 from amx_sft_moe.integrations.experts_hook import why_not
 from amx_sft_moe.integrations.mapped_experts import mapped_bytes
@@ -124,7 +128,7 @@ def load_model(
     FinetuneError where the folder holds no model that can be used.
     """
     _check_memory(folder)
-    try:
+    with _loading(folder):
         model = load_mapped(
             folder,
             dtype=dtype,
@@ -132,19 +136,45 @@ def load_model(
             experts_implementation=experts,
             cache_dir=cache_dir,
         )
-    except (ArgumentError, OSError, ValueError, KeyError) as error:
-        raise FinetuneError(f"cannot load a model from {folder}: {_first_line(error)}") from error
     model.config.output_router_logits = False
     return model
 
 
 def load_stacked(folder: Path, dtype: torch.dtype, experts: str) -> PreTrainedModel:
-    """The same with all experts of a layer in one tensor in memory, as transformers loads them."""
-    model = AutoModelForCausalLM.from_pretrained(
-        folder, config=read_config(folder), dtype=dtype, experts_implementation=experts, local_files_only=True
-    )
+    """The same with all experts of a layer in one tensor in memory, as transformers loads them, all in `dtype`.
+
+    FinetuneError where a weight is missing: transformers would draw it at random.
+    """
+    with _loading(folder):
+        config = read_config(folder)
+        if make_plan(meta_model(config, folder), CheckpointFiles(folder)).mxfp4:
+            # read_config leaves it out, and without it transformers does not know what the blocks are.
+            config.quantization_config = {"quant_method": "mxfp4", "dequantize": True}
+        loaded: Any = AutoModelForCausalLM.from_pretrained(
+            folder,
+            config=config,
+            dtype=dtype,
+            experts_implementation=experts,
+            local_files_only=True,
+            output_loading_info=True,
+        )
+    model, report = loaded
+    if lost := sorted(report["missing_keys"]):
+        names = lost[0] if len(lost) == 1 else f"{lost[0]} and {len(lost) - 1} more"
+        raise FinetuneError(f"{folder}: expected all weights of {type(model).__name__}, got no {names}")
+    for _, module in routed_experts(model):
+        module.to(dtype)  # transformers 5.20 makes bfloat16 of mxfp4, whatever is asked for
     model.config.output_router_logits = False
     return model
+
+
+@contextmanager
+def _loading(folder: Path) -> Iterator[None]:
+    """Turns what loading raises into a FinetuneError."""
+    try:
+        yield
+    except (ArgumentError, OSError, ValueError, KeyError) as error:
+        raise FinetuneError(f"cannot load a model from {folder}: {_first_line(error)}") from error
 
 
 def check_checkpoint(folder: Path) -> None:

@@ -81,14 +81,16 @@ def read_text(options: Options, say: Terminal) -> Text:
     """Reads and splits the prose and the examples that this run needs."""
     if options.data is None:
         examples, origin = corpus.questions(), f"signatures and docstrings of {LIBRARY}"
+        split_examples = corpus.split_questions
     else:
         examples, origin = jsonl.read_examples(options.data), options.data.name
+        split_examples = corpus.split_examples
     prose: tuple[list[Document], list[Document]] = ([], [])
     if options.model is None:
         prose = corpus.split_documents(_taken(corpus.prose(), options.texts), options.held_out)
         characters = [sum(len(document.text) for document in part) for part in prose]
         say.fact("prose", f"{characters[0]:,} characters for training, {characters[1]:,} held out: {LIBRARY}")
-    split = corpus.split_examples(_taken(examples, options.texts), options.held_out)
+    split = split_examples(_taken(examples, options.texts), options.held_out)
     say.fact("examples", f"{len(split[0]):,} for training, {len(split[1]):,} held out: {origin}")
     return Text(prose, split, origin)
 
