@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import shutil
@@ -150,6 +151,71 @@ def test_checkpoints_share_a_folder(folder, written, tmp_path):
     states = [model.state_dict() for model in loaded]
     for name in WEIGHTS:
         assert torch.equal(2 * states[0][name], states[1][name])
+
+
+def test_checkpoints_of_one_time_and_size_share_a_folder(folder, tmp_path):
+    """As a Nix store or an archive of reproducible files has them: only the numbers differ."""
+    other = make("gpt_oss", torch.bfloat16)
+    with torch.no_grad():
+        for _, module in routed_experts(other):
+            module.down_proj.mul_(2)
+    other.save_pretrained(tmp_path / "other", max_shard_size="15KB")
+    places = (folder, tmp_path / "other")
+    for path in (file for place in places for file in place.iterdir()):
+        os.utime(path, (1, 1))
+    states = [load(path, cache_dir=tmp_path / "cache").state_dict() for path in places]
+    for name in WEIGHTS:
+        assert torch.equal(states[1][name], states[0][name] * (2 if "down" in name else 1))
+
+
+class TestFingerprint:
+    """Of a file with an expert tensor of some megabytes, a small one, and one that is none."""
+
+    SIZE = 3 * transposed._BLOCKS * transposed._BLOCK + 5
+
+    @pytest.fixture
+    def file(self, tmp_path):
+        state = {"large": self.SIZE, "other": 99, "small": 77}
+        path = tmp_path / "model.safetensors"
+        save_file({name: torch.zeros(size, dtype=torch.uint8) for name, size in state.items()}, path)
+        return path
+
+    def notices(self, path: Path, name: str, index: int, kept: bool = True) -> bool:
+        """Whether one byte of a tensor, changed in place, makes another print."""
+        before = transposed._fingerprint(path, ["large", "small"])
+        times = path.stat().st_mtime_ns
+        raw = bytearray(path.read_bytes())
+        header = int.from_bytes(raw[:8], "little")
+        start, end = json.loads(raw[8 : 8 + header])[name]["data_offsets"]
+        raw[8 + header + start + range(end - start)[index]] ^= 1
+        path.write_bytes(raw)
+        os.utime(path, ns=(times, times if kept else times + 1))
+        return transposed._fingerprint(path, ["large", "small"]) != before
+
+    @pytest.mark.parametrize("index", [0, transposed._BLOCK - 1, -transposed._BLOCK, -1])
+    def test_ends_of_a_large_tensor_are_read(self, file, index):
+        assert self.notices(file, "large", index)
+
+    @pytest.mark.parametrize("index", [0, 38, -1])
+    def test_all_of_a_small_tensor_is_read(self, file, index):
+        assert self.notices(file, "small", index)
+
+    def test_what_is_not_noticed(self, file):
+        assert not self.notices(file, "other", 0)
+        assert not self.notices(file, "large", transposed._BLOCK)
+        assert self.notices(file, "large", transposed._BLOCK, kept=False)
+
+    @pytest.mark.parametrize("length", [0, 1, 4096, 3 * 4096, 3 * 4096 + 1, 10**6, 6 * 10**10])
+    @pytest.mark.parametrize("count", [2, 3, 1024])
+    def test_blocks_are_few_and_spread_evenly(self, length, count):
+        blocks = transposed._sampled(length, count)
+        ends = [offset + size for offset, size in blocks]
+        assert blocks[0][0] == 0
+        assert ends[-1] == length
+        assert sum(size for _, size in blocks) == min(length, count * 4096)
+        gaps = [after - end for (after, _), end in zip(blocks[1:], ends, strict=False)]
+        assert all(gap >= 0 for gap in gaps)
+        assert not gaps or max(gaps) - min(gaps) <= 1
 
 
 def test_what_was_written_is_read_before_the_lock_is_released(folder, monkeypatch):

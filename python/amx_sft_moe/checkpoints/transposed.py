@@ -3,8 +3,12 @@
 The operator reads rows ``[out, in]``. A file with them is made beside the checkpoint, expert by expert, and
 mapped from then on: the model's parameter is its transposed view. An interrupted conversion goes on with the
 next tensor; a changed checkpoint is noticed and converted anew. Each state of a checkpoint has a folder of its
-own, so that several can share a cache and a model in use keeps its files. (Files of earlier revisions, which
-lay directly in the cache, are not found any more.)
+own, so that several can share a cache and a model in use keeps its files. Nothing removes a folder: what was
+written for another state, or by an earlier revision under another name, is left to the user.
+
+A state is known by size, time and header of its files and by blocks of 4 KiB, spread evenly over each expert
+tensor. Two states with all of these alike are taken for one: a change of other bytes alone that keeps the
+file's time is not noticed.
 """
 
 from __future__ import annotations
@@ -36,6 +40,8 @@ _FORMAT = "1"  # of these files; another number makes them anew
 _NAMES = {torch.bfloat16: "BF16", torch.float32: "F32"}
 _ALIGNMENT = 64  # bytes, of the data in the file
 _RESERVE = 64 << 20  # bytes of the disk that are left alone
+_BLOCK = 4096  # bytes of a file that are compared in one place
+_BLOCKS = 1024  # of a file, shared by its tensors: takes milliseconds whatever its size
 
 
 @dataclass(frozen=True)
@@ -105,7 +111,10 @@ def converted(
     Raises:
         ArgumentError: too little space, or a folder that cannot be written; the message names it.
     """
-    prints = {path: _fingerprint(path) for one in conversions for path in map(files.file_of, one.sources)}
+    names_in: dict[Path, list[str]] = {}
+    for name in sorted(name for one in conversions for name in one.sources):
+        names_in.setdefault(files.file_of(name), []).append(name)
+    prints = {path: _fingerprint(path, names) for path, names in names_in.items()}
     folder = files.directory / FOLDER if cache_dir is None else Path(cache_dir)
     folder /= hashlib.sha256("".join(prints[path] for path in sorted(prints)).encode()).hexdigest()[:32]
     stamps = {
@@ -132,14 +141,30 @@ def converted(
     return {parameter: tensor.transpose(1, 2) for parameter, tensor in found.items() if tensor is not None}
 
 
-def _fingerprint(path: Path) -> str:
-    """Of a file's size, time and header: another download or conversion differs in at least one."""
+def _fingerprint(path: Path, names: list[str]) -> str:
+    """Of a file's size, time and header, and of blocks of the tensors ``names``: two checkpoints of one
+    architecture may differ in their numbers alone, where all files were given the same time."""
     status = path.stat()
     digest = hashlib.sha256(f"{status.st_size} {status.st_mtime_ns} ".encode())
-    with path.open("rb") as file:
+    with path.open("rb", buffering=0) as file:  # what is read is what is asked for
         (length,) = struct.unpack("<Q", file.read(8))
-        digest.update(file.read(length))
+        header = file.read(length)
+        digest.update(header)
+        entries = json.loads(header)
+        for name in names:
+            start, end = entries[name]["data_offsets"]
+            for offset, size in _sampled(end - start, max(2, _BLOCKS // len(names))):
+                file.seek(8 + length + start + offset)
+                digest.update(file.read(size))
     return digest.hexdigest()
+
+
+def _sampled(length: int, count: int) -> list[tuple[int, int]]:
+    """Offset and size of ``count`` blocks spread evenly over ``length`` bytes, the first and the last among
+    them; of all bytes where the blocks would cover them."""
+    if length <= count * _BLOCK:
+        return [(0, length)]
+    return [(index * (length - _BLOCK) // (count - 1), _BLOCK) for index in range(count)]
 
 
 def _path(folder: Path, parameter: str) -> Path:
