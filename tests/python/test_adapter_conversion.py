@@ -294,6 +294,23 @@ def test_numbers_that_a_type_cannot_hold(tmp_path: Path) -> None:
     assert any("became zero in float16" in line for line in done.lost)
 
 
+@pytest.mark.parametrize("dtype", ["bfloat16", torch.float8_e4m3fn, torch.int8, torch.complex64, 16], ids=str)
+def test_another_dtype_is_refused_first(dtype: Any, tmp_path: Path) -> None:
+    floats = "torch.float64', 'torch.float32', 'torch.float16', 'torch.bfloat16"
+    message = re.escape(f"dtype: expected None or one of ['{floats}'], got {dtype!r}")
+    with pytest.raises(TypeError, match=f"^{message}$"):
+        convert_adapter(tmp_path / "nowhere", tmp_path / "x", "per-expert", dtype=dtype)
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float16], ids=str)
+def test_the_other_floats_are_written(dtype: torch.dtype, tmp_path: Path) -> None:
+    source, _ = stock_adapter("qwen3")
+    done = convert_adapter(source, tmp_path / "x", "per-expert", dtype=dtype)
+    assert done.lossless == (dtype == torch.float64)
+    assert {tensor.dtype for tensor in load_file(tmp_path / "x" / WEIGHTS).values()} == {dtype}
+
+
 def test_experts_without_an_adapter(tmp_path: Path) -> None:
     source, _ = stock_adapter("qwen3")
     convert_adapter(source, tmp_path / "adapter", "per-expert")

@@ -157,6 +157,55 @@ def test_an_adapter_beside_the_checkpoint_is_not_copied(tmp_path: Path) -> None:
     assert largest_difference(model_of(tmp_path / "out").state_dict(), merged) <= 1e-6
 
 
+OTHER_WEIGHTS = (
+    *("pytorch_model.bin", "pytorch_model.bin.index.json", "consolidated.00.pth", "consolidated.safetensors"),
+    *("Model-Q4.GGUF", "optimizer.pt", "tf_model.h5"),
+)
+NO_WEIGHTS = (
+    *("tokenizer.model", "tokenizer.json", "tokenizer.bin", "vocab.json", "merges.txt", "chat_template.jinja"),
+    *("modeling_custom.py", "README.md", "qwen.tiktoken", "training_args.bin", "params.json"),
+)
+
+
+@pytest.mark.parametrize("whole", [True, False], ids=["one file", "shards"])
+def test_weights_that_were_not_read_are_left_out(
+    whole: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A loader may prefer them to the merged ones."""
+    source, merged = stock_adapter("qwen3")
+    base = tmp_path / "base"
+    model_of(checkpoint("qwen3")).save_pretrained(base, max_shard_size="1GB" if whole else "40KB")
+    ours = {path.name for path in base.iterdir()}
+    others = {*OTHER_WEIGHTS, "model-00009-of-00009.safetensors", *([INDEX] if whole else [])}
+    for name in (*others, *NO_WEIGHTS):
+        (base / name).write_text(name)
+    (base / "original").mkdir()
+    (base / "original" / "consolidated.00.pth").write_text("")
+    done = merge_adapter(source, base, tmp_path / "out", progress=False)
+    assert {path.name for path in (tmp_path / "out").iterdir()} == {*ours, *NO_WEIGHTS}
+    assert all((tmp_path / "out" / name).read_text() == name for name in NO_WEIGHTS)
+    assert done.left_out == tuple(sorted(others))
+    [record] = [one for one in caplog.records if one.name == "amx_sft_moe"]
+    assert record.getMessage().endswith(f"unmerged weights: {', '.join(sorted(others))}")
+    assert largest_difference(model_of(tmp_path / "out").state_dict(), merged) <= 1e-6
+
+
+def test_space_for_the_other_files_is_asked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    source, _ = stock_adapter("qwen3")
+    base = shutil.copytree(checkpoint("qwen3"), tmp_path / "base")
+    needed = sum(path.stat().st_size for path in base.iterdir()) + 1000
+    (base / "tokenizer.model").write_bytes(bytes(1000))
+    (base / "model.gguf").write_bytes(bytes(1000))
+
+    def merge(free: int) -> None:
+        monkeypatch.setattr(shutil, "disk_usage", lambda path: shutil._ntuple_diskusage(10**9, 0, free))
+        merge_adapter(source, base, tmp_path / "out", progress=False)
+
+    with pytest.raises(ArgumentError, match=f"expected {needed:,} bytes of free space"):
+        merge(needed - 1)
+    merge(needed)
+
+
 def test_numbers_that_the_checkpoint_cannot_hold_are_refused(tmp_path: Path) -> None:
     source, _ = stock_adapter("qwen3", json.dumps({"modules_to_save": ["lm_head"]}))
     base = checkpoint("qwen3", torch.float16)

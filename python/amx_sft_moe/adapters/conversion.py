@@ -16,6 +16,7 @@ from amx_sft_moe.adapters.base import BaseModel, load_base
 from amx_sft_moe.adapters.files import (
     ADAPTER_FILES,
     CONFIG,
+    FLOATS,
     read_json,
     replaced_directory,
     require_no_checkpoint,
@@ -105,17 +106,20 @@ def convert_adapter(
             ``adapter_config.json`` names.
         peft_version: for whom to write, from 0.18; below 0.19 turns PEFT's fused matrices around. ``None``: the
             one installed.
-        dtype: element type of the new factors; ``None``: the source's. Where numbers become zero in it ``lost``
-            says how many.
+        dtype: element type of the new factors, torch's float64, float32, float16 or bfloat16; ``None``: the
+            source's. Where numbers become zero in it ``lost`` says how many.
         one_scaling: ``per-expert`` only: one scaling for all modules, for servers that read only
             ``lora_alpha / r``.
         overwrite: whether ``target`` may hold an adapter already; it is replaced in one step.
 
     Raises:
+        TypeError: another ``dtype``.
         ArgumentError: something that is not understood or that the format or ``dtype`` cannot hold.
         StateError: what was written is not what was read; ``target`` is as it was.
     """
     source, target = given_directory("source", source), given_directory("target", target)
+    if dtype is not None and dtype not in FLOATS:
+        raise TypeError(f"dtype: expected None or one of {list(map(str, FLOATS))}, got {dtype!r}")
     if one_scaling and to != "per-expert":
         raise ArgumentError(f"one_scaling: expected format per-expert, got {to}")
     if peft_version is not None:

@@ -27,7 +27,7 @@ PICKLED = "adapter_model.bin"
 KT_WEIGHTS, KT_MANIFEST = "fused_expert_lora.safetensors", "kt_adapter_manifest.json"
 ADAPTER_FILES = (WEIGHTS, PICKLED, CONFIG, KT_WEIGHTS, KT_MANIFEST)
 
-_FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)  # with which torch computes
+FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)  # with which torch computes
 _EXCHANGE = 2  # RENAME_EXCHANGE of <linux/fs.h>
 _AT_FDCWD = -100
 
@@ -67,8 +67,8 @@ def read_tensors(path: Path) -> dict[str, torch.Tensor]:
             raise
         raise ArgumentError(f"{path}: expected a file of tensors, got {cause_of(reason)}") from None
     for key, tensor in found.items():
-        if tensor.dtype not in _FLOATS:
-            raise ArgumentError(f"{path}: {key}: expected one of {list(map(str, _FLOATS))}, got {tensor.dtype}")
+        if tensor.dtype not in FLOATS:
+            raise ArgumentError(f"{path}: {key}: expected one of {list(map(str, FLOATS))}, got {tensor.dtype}")
         if tensor.layout != torch.strided or tensor.device.type != "cpu" or 0 in tensor.shape:
             raise ArgumentError(
                 f"{path}: {key}: expected a plain tensor with elements, got {list(tensor.shape)}, "

@@ -12,6 +12,7 @@ import os
 import shutil
 from collections.abc import Iterator
 from dataclasses import dataclass
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,7 @@ from amx_sft_moe.adapters.adapter import Adapter, same_bits
 from amx_sft_moe.adapters.base import BaseModel, Place, load_base
 from amx_sft_moe.adapters.files import ADAPTER_FILES, CONFIG, replaced_directory, sync, tensor_positions
 from amx_sft_moe.adapters.formats import read_adapter
-from amx_sft_moe.checkpoints.files import listed_files
+from amx_sft_moe.checkpoints.files import INDEX, WHOLE, listed_files
 from amx_sft_moe.checkpoints.transposed import FOLDER
 from amx_sft_moe.errors import ArgumentError
 from amx_sft_moe.paths import given_directory
@@ -31,18 +32,25 @@ logger = logging.getLogger("amx_sft_moe")
 
 # Of a matrix, as many rows at a time: bounds memory also for a vocabulary of 150,000.
 BLOCK_BYTES = 16 << 20
+# Files with weights, and indices of such, by their names in small letters: a loader may prefer them.
+_WEIGHTS = (
+    *("*.safetensors", "*.bin", "*.pt", "*.pth", "*.ckpt", "*.gguf", "*.h5", "*.msgpack", "*.npz", "*.onnx"),
+    "*.index.json",
+)
+_NO_WEIGHTS = ("tokenizer*", "training_args.bin")
 _DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
 
 @dataclass(frozen=True)
 class Merged:
     """What :func:`merge_adapter` wrote: the directory, how many of its tensors changed, of how many, and the
-    bytes of its shards."""
+    bytes of its shards; ``left_out`` names the checkpoint's files with other weights, which were not copied."""
 
     directory: Path
     changed: int
     tensors: int
     bytes: int
+    left_out: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -81,8 +89,10 @@ def merge_adapter(
     """Writes a checkpoint with ``W + scaling * B A`` in the place of every adapted ``W``.
 
     The sum is taken in float32 (float64 for a float64 checkpoint) and rounded once to the checkpoint's type.
-    Whole weights in the adapter (``modules_to_save``) replace the checkpoint's. All other files are copied, but
-    those of an adapter beside the checkpoint: ``from_pretrained`` would apply it again.
+    Whole weights in the adapter (``modules_to_save``) replace the checkpoint's. All other files beside the
+    shards are copied, but those of an adapter, which ``from_pretrained`` would apply again, and those that hold
+    weights by their names (``.safetensors``, ``.bin``, ``.pt``, ``.pth``, ``.gguf`` and the like, and indices
+    of them), which would be the base's: a warning names these. Folders are not copied.
 
     Args:
         adapter: an adapter directory of any format.
@@ -112,10 +122,15 @@ def merge_adapter(
     read, _ = read_adapter(adapter, base)
     shards = [path.name for path in listed_files(source)]
     plan, tensors = _plan(read, base, source, shards)
-    total = sum((source / shard).stat().st_size for shard in shards)
-    _require_space(out, total)
+    others, left_out = _others(source, shards)
+    total = _size(source, shards)
+    _require_space(out, total + _size(source, others))
+    if left_out:
+        logger.warning("%s: left out, since they would hold unmerged weights: %s", out, ", ".join(left_out))
     with replaced_directory(out) as work:
-        _copy_others(source, work, set(shards))
+        for name in others:
+            shutil.copy2(source / name, work / name)
+            sync(work / name)
         matrices = sum(len(found) for found in plan.values())
         with tqdm(total=matrices, desc="merging", unit=" matrices", disable=not progress) as bar:
             for shard in shards:
@@ -126,7 +141,7 @@ def merge_adapter(
                         bar.update()
                 sync(work / shard)
     changed = len({(shard, matrix.key) for shard, found in plan.items() for matrix in found})
-    return Merged(out, changed, tensors, total)
+    return Merged(out, changed, tensors, total, tuple(left_out))
 
 
 def _require_replaceable(out: Path) -> None:
@@ -152,11 +167,24 @@ def _require_space(out: Path, needed: int) -> None:
         raise ArgumentError(f"out: expected {needed:,} bytes of free space on {place}, got {free:,}")
 
 
-def _copy_others(source: Path, target: Path, shards: set[str]) -> None:
-    for entry in source.iterdir():
-        if entry.is_file() and entry.name not in shards and entry.name not in ADAPTER_FILES:
-            shutil.copy2(entry, target / entry.name)
-            sync(target / entry.name)
+def _size(directory: Path, names: list[str]) -> int:
+    return sum((directory / name).stat().st_size for name in names)
+
+
+def _others(source: Path, shards: list[str]) -> tuple[list[str], list[str]]:
+    """The files beside the shards: those to be copied, and those with weights that were not read."""
+    # Where there is one whole file the index is not read.
+    read = {*shards} if WHOLE in shards else {*shards, INDEX}
+    names = sorted(path.name for path in source.iterdir() if path.is_file())
+    left_out = [name for name in names if name not in read | {*ADAPTER_FILES} and _holds_weights(name)]
+    return [name for name in names if name not in {*shards, *ADAPTER_FILES, *left_out}], left_out
+
+
+def _holds_weights(name: str) -> bool:
+    def is_one_of(patterns: tuple[str, ...]) -> bool:
+        return any(fnmatchcase(name.lower(), pattern) for pattern in patterns)
+
+    return is_one_of(_WEIGHTS) and not is_one_of(_NO_WEIGHTS)
 
 
 def _plan(
