@@ -22,11 +22,11 @@ from torch.fx.experimental.proxy_tensor import get_proxy_mode
 
 from amx_sft_moe import _core
 from amx_sft_moe.errors import ArgumentError, StateError
-from amx_sft_moe.layer import ExpertBiases, ExpertWeights, Scratch, Weight, thread_scratch
+from amx_sft_moe.layer import ExpertBiases, ExpertWeights, Scratch, Weight, require_tensor, thread_scratch
 
 _NUM_FACTORS = 6
 _NO_FACTORS = (None,) * _NUM_FACTORS
-_GATE_A, _UP_A = 0, 2
+_GATE_A, _UP_A, _UP_B = 0, 2, 3
 _FIRST_FACTOR = 2  # of the gradients; before it: x, routing_weights
 _NUM_BIASES = 4
 _WEIGHTS = _NUM_FACTORS + _NUM_BIASES  # where base weights begin among the parameters of a call
@@ -38,6 +38,7 @@ NO_SECOND_DERIVATIVE = (
     "amx_sft_moe: expected one derivative of the experts, got a second: their gradients are not differentiable "
     "(create_graph=True)"
 )
+CHANGED_WEIGHTS = "backward: expected base weights as they were in the forward, got changed ones"
 
 
 @dataclass(frozen=True)
@@ -48,11 +49,29 @@ class LoraFactors:
     With ``shared_a`` the first two are ``gate_up_lora_a [E, r, H]`` and ``gate_up_lora_b [E, 2I, r]`` and the
     next two ``None``; otherwise they are A ``[E, r, in]`` and B ``[E, out, r]`` of gate and of up; the last
     two of down. bfloat16 or float32, any strides. ``scaling`` is that of gate, up and down.
+
+    Raises:
+        ArgumentError, TypeError: another number of factors or scalings, a factor that is no tensor, or factors
+            of up beside ``shared_a``.
     """
 
     factors: Sequence[torch.Tensor | None] = _NO_FACTORS
     shared_a: bool = False
     scaling: tuple[float, float, float] = (1.0, 1.0, 1.0)
+
+    def __post_init__(self) -> None:
+        for name, given, count in (("factors", self.factors, _NUM_FACTORS), ("scaling", self.scaling, 3)):
+            if not isinstance(given, (tuple, list)):
+                raise TypeError(f"LoraFactors: {name}: expected {count} in a tuple, got {type(given).__name__}")
+            if len(given) != count:
+                raise ArgumentError(f"LoraFactors: {name}: expected {count}, got {len(given)}")
+        for number, factor in enumerate(self.factors):
+            require_tensor(f"LoraFactors: factors[{number}]", factor)
+        if self.shared_a and (self.factors[_UP_A] is not None or self.factors[_UP_B] is not None):
+            raise ArgumentError(
+                "LoraFactors: factors[2], factors[3]: expected None, as the first two are of gate and up with "
+                "shared_a, got tensors"
+            )
 
 
 _NO_LORA = LoraFactors()
@@ -163,7 +182,7 @@ class _Experts(torch.autograd.Function):
         # Only what is no tensor may hang on ctx: the rest would outlive its layer under checkpointing.
         ctx.experts = experts
         ctx.form = form
-        ctx.versions = _versions_of(experts.inputs())
+        ctx.versions = experts.versions()
         # Base weights too, though the operator has them: autograd then checks that nobody changed them.
         ctx.save_for_backward(x, expert_ids, routing_weights, saved, *parameters)
         return y
@@ -180,8 +199,8 @@ class _Experts(torch.autograd.Function):
         x, expert_ids, routing_weights, saved, *parameters = ctx.saved_tensors
         # Autograd knows no changes of what a hook on saved tensors copied; the operator reads the weights' own
         # memory.
-        if _versions_of(ctx.experts.inputs()) != ctx.versions:
-            raise StateError("backward: expected base weights as they were in the forward, got changed ones")
+        if ctx.experts.versions() != ctx.versions:
+            raise StateError(CHANGED_WEIGHTS)
         inputs = x, expert_ids, routing_weights, saved, grad_y
         needs = ctx.needs_input_grad
         wanted = [needs[_X], needs[_ROUTING_WEIGHTS], *needs[_FACTORS:]]
@@ -190,11 +209,6 @@ class _Experts(torch.autograd.Function):
             ctx.experts, shared_a, apart, scaling, *inputs, parameters, wanted
         )
         return None, None, grad_x, None, grad_weights, *grads
-
-
-def _versions_of(weights: Sequence[torch.Tensor | None]) -> list[int]:
-    """Counts of changes in place."""
-    return [0 if weight is None or weight.is_inference() else weight._version for weight in weights]
 
 
 def _not_differentiable(grads: tuple[torch.Tensor | None, ...]) -> tuple[torch.Tensor | None, ...]:
@@ -225,6 +239,12 @@ def require_tensors(**inputs: torch.Tensor) -> None:
     for name, tensor in inputs.items():
         if not isinstance(tensor, torch.Tensor):
             raise TypeError(f"{name}: expected a torch.Tensor, got {type(tensor).__name__}")
+
+
+def _require_kinds(**arguments: tuple[object, type]) -> None:
+    for name, (given, kind) in arguments.items():
+        if not isinstance(given, kind):
+            raise TypeError(f"{name}: expected {kind.__name__}, got {type(given).__name__}")
 
 
 def _require_no_transform(grad_y: torch.Tensor | None = None) -> None:
@@ -407,7 +427,9 @@ def sft_moe(
             gradients come batched (is_grads_batched).
     """
     require_tensors(x=x, expert_ids=expert_ids, routing_weights=routing_weights)
+    _require_kinds(experts=(experts, ExpertWeights), lora=(lora, LoraFactors))
     biases = experts.biases if biases is None else biases
+    _require_kinds(biases=(biases, ExpertBiases))
     if torch.compiler.is_compiling():
         from amx_sft_moe import compiled  # which needs this module
 

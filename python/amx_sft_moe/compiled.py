@@ -149,18 +149,25 @@ def _forward_saved(
 
 
 class _Memory(np.ndarray[Any, np.dtype[np.generic]]):
-    """Saved activations that keep the weights they were made with alive."""
+    """Saved activations that keep the weights they were made with alive, and know how often these had been
+    changed."""
 
     experts: ExpertWeights
+    versions: list[int]
+
+
+# By address.
+_memory_in_use: weakref.WeakValueDictionary[int, _Memory] = weakref.WeakValueDictionary()
 
 
 def _holding(experts: ExpertWeights, saved: torch.Tensor) -> torch.Tensor:
     """The same memory: whoever holds it, as a graph does until its backward, holds the weights. A copy, such as
-    hooks for saved tensors make, does not."""
+    hooks for saved tensors make, does not, nor does a backward with it notice that they have changed."""
     # NumPy has no bfloat16, and an empty tensor is viewed only as a type of the same size.
     same_size = torch.int16 if saved.element_size() == 2 else torch.int32
     memory = saved.view(same_size).numpy().view(_Memory)
-    memory.experts = experts
+    memory.experts, memory.versions = experts, experts.versions()
+    _memory_in_use[saved.data_ptr()] = memory
     return torch.from_numpy(memory).view(saved.dtype)
 
 
@@ -177,8 +184,12 @@ def _backward(
     parameters: Sequence[torch.Tensor | None],
     wanted: Sequence[bool],
 ) -> list[torch.Tensor]:
+    experts = _experts(handle, parameters)
+    memory = _memory_in_use.get(saved.data_ptr())
+    if memory is not None and memory.experts is experts and memory.versions != experts.versions():
+        raise StateError(autograd.CHANGED_WEIGHTS)
     grads = autograd.run_backward(
-        _experts(handle, parameters),
+        experts,
         shared_a,
         apart,
         scaling,

@@ -38,9 +38,19 @@ def _shape_of(name: str, weight: Any) -> torch.Size:
     return shape
 
 
+def require_tensor(name: str, tensor: object) -> None:
+    """Refuses what is neither a tensor nor None: the operator reads numpy arrays too, autograd does not."""
+    if tensor is not None and not isinstance(tensor, torch.Tensor):
+        raise TypeError(f"{name}: expected a torch.Tensor or None, got {type(tensor).__name__}")
+
+
 def as_input(weight: Weight | None) -> torch.Tensor | None:
     """A weight as autograd has it; None of one matrix per expert, which are frozen."""
     return weight if isinstance(weight, torch.Tensor) else None
+
+
+def _version_of(tensor: torch.Tensor) -> int:
+    return 0 if tensor.is_inference() else tensor._version
 
 
 def _memory_of(tensor: Weight) -> tuple[Any, ...]:
@@ -62,6 +72,11 @@ class ExpertBiases:
     up_bias: torch.Tensor | None = None
     down_bias: torch.Tensor | None = None
     gate_up_bias: torch.Tensor | None = None
+
+    def __post_init__(self) -> None:
+        names = "gate_bias", "up_bias", "down_bias", "gate_up_bias"
+        for name, bias in zip(names, self.tensors(), strict=True):
+            require_tensor(f"ExpertBiases: {name}", bias)
 
     def tensors(self) -> tuple[torch.Tensor | None, ...]:
         """All four, in the order of the fields."""
@@ -219,12 +234,22 @@ class ExpertWeights:
             raise ArgumentError(f"weights: expected {sorted(self._weights)}, got {sorted(weights)}")
         for name, weight in weights.items():
             own = self._weights[name]
-            if weight is not own and _memory_of(weight) != _memory_of(own):
+            if weight is own:
+                continue
+            _shape_of(f"weights[{name!r}]", weight)
+            if _memory_of(weight) != _memory_of(own):
                 raise ArgumentError(
                     f"weights[{name!r}]: expected the memory of the experts' {name}, {_memory_of(own)}, got "
                     f"{_memory_of(weight)} (address, dtype, shape, strides)"
                 )
         return tuple([as_input(weights.get(name)) for name in WEIGHT_NAMES])
+
+    def versions(self) -> list[int]:
+        """Counts of changes in place, one for each weight."""
+        return [
+            _version_of(weight) if isinstance(weight, torch.Tensor) else sum(map(_version_of, weight))
+            for weight in self._weights.values()
+        ]
 
     @property
     def weights(self) -> dict[str, Weight]:

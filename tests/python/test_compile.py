@@ -6,6 +6,7 @@ from __future__ import annotations
 import copy
 import gc
 import weakref
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -120,6 +121,27 @@ def test_weights_that_change_after_compilation(in_graphs: list[int]) -> None:
     experts.limit = 1.5
     assert torch.equal(results(graph, inputs)[0], results(experts, inputs)[0])
     assert in_graphs
+
+
+@pytest.mark.parametrize("copied", [False, True])
+def test_weights_that_change_before_the_backward(copied: bool) -> None:
+    """Noticed as in eager mode, but where a hook has copied what was saved."""
+    experts = experts_of("qwen3_moe")
+    x = torch.randn(6, experts.gate_up_proj.shape[2], requires_grad=True)
+    ids, weights = torch.zeros(6, 2, dtype=torch.int64), torch.ones(6, 2)
+    graph = torch.compile(experts, fullgraph=True, backend=BACKEND)
+    keep = torch.autograd.graph.saved_tensors_hooks(torch.clone, lambda t: t) if copied else nullcontext()
+    graph(x, ids, weights).sum().backward()
+    with keep:
+        y = graph(x, ids, weights)
+    with torch.no_grad():
+        experts.down_proj.mul_(2)
+    if copied:
+        y.sum().backward()
+        return
+    with pytest.raises(StateError, match="expected base weights as they were in the forward, got changed ones"):
+        y.sum().backward()
+    graph(x, ids, weights).sum().backward()  # of the next forward, with the weights that it had
 
 
 def test_experts_that_are_not_taken(in_graphs: list[int]) -> None:

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from amx_sft_moe import ArgumentError, StateError, autograd
-from amx_sft_moe.nn import ExpertWeights, LoraFactors, sft_moe
+from amx_sft_moe.nn import ExpertBiases, ExpertWeights, LoraFactors, sft_moe
 from cases import SHAPES, Sizes
 from reference import FACTORS, Layer, assert_close, forward, gradients, make_layer
 
@@ -290,6 +290,57 @@ def test_changed_weights_are_noticed_where_hooks_keep_copies(trained: bool) -> N
             layer.down_proj.mul_(2)
         with pytest.raises(StateError, match="backward: expected base weights as they were in the forward"):
             y.backward(layer.grad_y)
+
+
+def test_changed_matrices_are_noticed() -> None:
+    """Of weights as one matrix per expert autograd knows nothing."""
+    layer = make_layer(SIZES)
+    experts = ExpertWeights(
+        top_k=layer.expert_ids.shape[1],
+        gate_proj=layer.gate_proj,
+        up_proj=layer.up_proj,
+        down_proj=[matrix.clone() for matrix in layer.down_proj],
+    )
+    call(experts, layer, leaves_of(layer)).backward(layer.grad_y)
+    y = call(experts, layer, leaves_of(layer))
+    experts.weights["down_proj"][-1].mul_(2)
+    with pytest.raises(StateError, match="backward: expected base weights as they were in the forward"):
+        y.backward(layer.grad_y)
+
+
+def misused(layer: Layer, **arguments: Any) -> Tensor:
+    given = {"experts": frozen(layer), "lora": LoraFactors(), "biases": None, "weights": None} | arguments
+    experts = given.pop("experts")
+    return sft_moe(experts, layer.x, layer.expert_ids, layer.routing_weights, **given)
+
+
+def test_factors_that_would_be_taken_for_others_are_refused() -> None:
+    layer = make_layer(SIZES)
+    six = tuple(layer.factors[name] for name in FACTORS)
+    for wrong, error, message in (
+        (lambda: LoraFactors(six[:4], shared_a=True), ArgumentError, r"factors: expected 6, got 4"),
+        (lambda: LoraFactors((*six, six[0])), ArgumentError, r"factors: expected 6, got 7"),
+        (lambda: LoraFactors(six, shared_a=True), ArgumentError, r"factors\[2\], factors\[3\]: expected None"),
+        (lambda: LoraFactors((*six[:2], None, six[3], *six[4:]), True), ArgumentError, r"factors\[3\]"),
+        (lambda: LoraFactors((six[0].float().numpy(), *six[1:])), TypeError, r"factors\[0\]: .* got ndarray"),
+        (lambda: LoraFactors(six[0]), TypeError, r"factors: expected 6 in a tuple, got Tensor"),
+        (lambda: LoraFactors(six, scaling=(2.0, 2.0)), ArgumentError, r"scaling: expected 3, got 2"),
+        (lambda: LoraFactors(six, scaling=2.0), TypeError, r"scaling: expected 3 in a tuple, got float"),
+        (lambda: ExpertBiases(up_bias=layer.x.float().numpy()), TypeError, r"up_bias: .* got ndarray"),
+        (lambda: misused(layer, lora=six), TypeError, r"lora: expected LoraFactors, got tuple"),
+        (lambda: misused(layer, biases=(None,) * 4), TypeError, r"biases: expected ExpertBiases, got tuple"),
+        (lambda: misused(layer, experts=layer.down_proj), TypeError, r"experts: .* got Tensor"),
+    ):
+        with pytest.raises(error, match=message):
+            wrong()
+
+
+def test_weights_of_a_call_that_are_no_tensors() -> None:
+    layer = make_layer(SIZES)
+    experts = frozen(layer)
+    weights = experts.weights | {"down_proj": layer.down_proj.float().numpy()}
+    with pytest.raises(TypeError, match=r"weights\['down_proj'\]: expected a torch.Tensor .* got ndarray"):
+        misused(layer, experts=experts, weights=weights)
 
 
 def test_transforms_of_functions_are_refused() -> None:

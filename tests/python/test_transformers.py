@@ -8,8 +8,10 @@ import gc
 import logging
 import threading
 import weakref
+from pathlib import Path
 from typing import Any
 
+import accelerate
 import pytest
 import torch
 from torch import nn
@@ -19,6 +21,7 @@ import amx_sft_moe
 from amx_sft_moe import ArgumentError, KernelError
 from amx_sft_moe.integrations import experts_hook
 from cases import kernels
+from families import family_model, token_batch
 from models import base_model, batch, loss_and_gradients
 from reference import assert_close, relative_error
 
@@ -292,6 +295,43 @@ def test_weights_may_be_replaced_and_moved() -> None:
         assert torch.equal(model(**batch()).logits, first)
         model.bfloat16()
         torch.testing.assert_close(model(**batch()).logits.float(), first, rtol=0.1, atol=0.1)
+
+
+def memory_held(model: nn.Module) -> int:
+    """Bytes that the hook keeps for the model's experts beyond their parameters."""
+    own = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
+    layers = experts_hook._hooks[OURS]._layers
+    held = {}
+    for module in model.modules():
+        for weight in layers[module].experts.weights.values() if module in layers else ():
+            held[weight.untyped_storage().data_ptr()] = weight.untyped_storage().nbytes()
+    return sum(held[pointer] for pointer in held.keys() - own)
+
+
+@pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss"])
+def test_memory_that_parameters_had_is_given_back(
+    family: str, warnings_of_hook: pytest.LogCaptureFixture
+) -> None:
+    """Where the operator has views of them, and cannot take what they have become."""
+    model = family_model(family, OURS)
+    with torch.no_grad():
+        model(**token_batch())
+        model.bfloat16()(**token_batch())
+        assert memory_held(model) == 0
+        model.half()(**token_batch())
+    assert memory_held(model) == 0
+    assert "float16" in warnings_of_hook.text
+
+
+def test_weights_that_accelerate_offloads_are_not_kept(tmp_path: Path) -> None:
+    model = base_model(OURS).eval()
+    with torch.no_grad():
+        expected = model(**batch()).logits
+        accelerate.disk_offload(model, tmp_path, execution_device=torch.device("cpu"))
+        for _ in range(2):
+            assert torch.equal(model(**batch()).logits, expected)
+    assert all(parameter.is_meta for parameter in model.parameters())
+    assert memory_held(model) == 0
 
 
 def test_data_of_another_shape_at_the_same_address() -> None:

@@ -52,8 +52,9 @@ except ImportError as error:
 logger = logging.getLogger("amx_sft_moe")
 
 _hooks: dict[str, ExpertsHook] = {}
-# Layers' names in dumps, by experts module.
+# Layers' names in dumps, by experts module; numbers for those that were given none.
 _names: weakref.WeakKeyDictionary[nn.Module, str] = weakref.WeakKeyDictionary()
+_unnamed = itertools.count()
 
 
 @dataclass(frozen=True, eq=False)
@@ -62,7 +63,6 @@ class _Layer:
 
     experts: ExpertWeights
     layout: Layout
-    activation: str | Mapping[str, Any]
     made_from: tuple[Any, ...]
 
 
@@ -82,11 +82,10 @@ class ExpertsHook:
         self._kernel = kernel
         self._num_threads = num_threads
         # Keyed weakly by the experts module: what it holds dies with the model, and copies make their own.
-        # Parameters that are replaced live on in here until the module's next call.
+        # Memory that parameters had lives on in here until the module's next call.
         self._layers: weakref.WeakKeyDictionary[nn.Module, _Layer] = weakref.WeakKeyDictionary()
         self._in_graphs: weakref.WeakKeyDictionary[nn.Module, _LayerInGraph] = weakref.WeakKeyDictionary()
         self._warned: set[str] = set()
-        self._unnamed = itertools.count()
 
     def __call__(
         self,
@@ -102,6 +101,7 @@ class ExpertsHook:
             biases = biases_of(module, layer.layout)
             weights = _trained_weights_of(module, layer.layout)
         except NotUnderstoodError as reason:
+            self._layers.pop(module, None)  # it may hold memory that the parameters no longer have
             if active and is_mapped(module):
                 raise StateError(
                     f"{type(module).__name__}: {reason}; no other implementation has adapters on mapped experts"
@@ -129,42 +129,42 @@ class ExpertsHook:
         layout = layout_of(module, gate.interleaved)
         gate_up, down = base_weight(module, "gate_up_proj"), base_weight(module, "down_proj")
         weights = {"gate_up_proj": gate_up, "down_proj": down}
+        made_from = layout, gate.activation, _state_of(weights, top_k)
+        found = self._layers.get(module)
+        if found is not None and found.made_from != made_from:
+            found = None
+            del self._layers[module]  # before memory is laid out anew: it may hold the old one
         if layout.biased:
             require_biases(module, layout, down.shape)
-        found = self._layers.get(module)
-        if (
-            found is None
-            or found.made_from != _state_of(weights, top_k)
-            or found.layout != layout
-            or found.activation != gate.activation
-        ):
+        if found is None:
             require_weights(layout, gate_up, down, hidden)
             lay_out_rows(type(module).__name__, layout, weights)
+            made_from = layout, gate.activation, _state_of(weights, top_k)
             with torch.no_grad():  # kept for longer than a graph; trained weights are inputs of each call
                 views = as_operator_takes_them(layout, gate_up, down)
-            found = _Layer(
-                experts=ExpertWeights(
-                    top_k=top_k,
-                    gate_up_proj=views.get("gate_up_proj"),
-                    gate_proj=views.get("gate_proj"),
-                    up_proj=views.get("up_proj"),
-                    down_proj=views["down_proj"],
-                    activation=gate.activation,
-                    kernel=self._kernel,
-                    num_threads=self._num_threads,
-                    name=self._name_of(module, found),
-                ),
-                layout=layout,
-                activation=gate.activation,
-                made_from=_state_of(weights, top_k),
-            )
-            self._layers[module] = found
+            found = _Layer(self._experts(module, views, top_k, gate.activation), layout, made_from)
+            if not _is_offloaded(module):
+                self._layers[module] = found
         return found
 
-    def _name_of(self, module: nn.Module, before: _Layer | None) -> str:
-        if before is not None:
-            return before.experts.name
-        return _names.get(module) or f"experts.{next(self._unnamed)}"
+    def _experts(
+        self,
+        module: nn.Module,
+        weights: Mapping[str, Weight],
+        top_k: int,
+        activation: str | Mapping[str, Any],
+    ) -> ExpertWeights:
+        return ExpertWeights(
+            top_k=top_k,
+            gate_up_proj=weights.get("gate_up_proj"),
+            gate_proj=weights.get("gate_proj"),
+            up_proj=weights.get("up_proj"),
+            down_proj=weights["down_proj"],
+            activation=activation,
+            kernel=self._kernel,
+            num_threads=self._num_threads,
+            name=_name_of(module),
+        )
 
     def rename(self, module: nn.Module, name: str) -> None:
         """Gives the layer another name, where it has run already."""
@@ -271,6 +271,18 @@ def _plan(
 
 
 _constant_plan: Any = torch.compiler.assume_constant_result(_plan)
+
+
+def _name_of(module: nn.Module) -> str:
+    if module not in _names:
+        _names[module] = f"experts.{next(_unnamed)}"
+    return _names[module]
+
+
+def _is_offloaded(module: nn.Module) -> bool:
+    """Whether accelerate has the weights in memory for the length of a call only, from disk or elsewhere."""
+    hook = module.__dict__.get("_hf_hook")
+    return any(getattr(part, "offload", False) for part in (hook, *getattr(hook, "hooks", ())))
 
 
 def _require_inputs(
