@@ -85,6 +85,14 @@ int max_threads() {
 
 }  // namespace
 
+int available_cpus() {
+#ifdef _OPENMP
+  return omp_get_num_procs();
+#else
+  return 1;
+#endif
+}
+
 py::dict info(py::handle provider) {
   const KernelProvider& own = kernels_of(py::none());
   const KernelProvider& loaded = kernels_of(provider);

@@ -155,4 +155,5 @@ PYBIND11_MODULE(_core, m) {
   amx_sft_moe::python::bind_machine(m);
   m.def("phase_groups", &amx_sft_moe::python::phase_groups);
   m.def("info", &amx_sft_moe::python::info, py::arg("provider"));
+  m.def("available_cpus", &amx_sft_moe::python::available_cpus);
 }

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import subprocess
 import sys
@@ -207,8 +208,31 @@ def test_threads_of_this_process(root: Path) -> None:
     assert found["cgroup_quota"] is None
 
 
+@pytest.mark.parametrize("first", ["amx_sft_moe", "torch"])
+@pytest.mark.parametrize("variable", ["OMP_PROC_BIND=true", "OMP_PLACES=cores"])
+def test_threads_that_openmp_binds(first: str, variable: str) -> None:
+    """The OpenMP library binds the thread that loads it to one CPU: the process has all of them."""
+    program = (
+        f"import {first}, amx_sft_moe, os; from amx_sft_moe.system import process; "
+        "print(process.default_threads(), process.threads(2)['affinity'])"
+    )
+    name, _, value = variable.partition("=")
+    environment = {key: text for key, text in os.environ.items() if not key.startswith(("OMP_", "GOMP_"))}
+    found = subprocess.run(
+        [sys.executable, "-c", program],
+        env=environment | {name: value},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    cpus = len(os.sched_getaffinity(0))
+    quota = cgroups.cpu_quota(Path("/"))
+    threads = cpus if quota is None else max(min(cpus, math.ceil(quota)), 1)
+    assert found.stdout.split() == [str(threads), str(cpus)]
+
+
 def test_default_threads(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(process, "affinity", lambda: {0, 1, 2, 3})
+    monkeypatch.setattr(process, "available_cpus", lambda: 4)
     for wanted, expected in (
         ("3", 3),
         ("6,2", 6),

@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from amx_sft_moe import _core
 from amx_sft_moe.system.cgroups import cpu_quota
 from amx_sft_moe.system.files import ROOT, as_list, read, without_home
 
@@ -27,6 +28,12 @@ def affinity() -> set[int]:
     return os.sched_getaffinity(0)
 
 
+def available_cpus() -> int:
+    """How many CPUs this process may run on. OpenMP binds the thread that loads it to one of them where
+    OMP_PROC_BIND or OMP_PLACES says so; it counts them before."""
+    return max(len(affinity()), _core.available_cpus())
+
+
 DEFAULT_THREADS = "OMP_NUM_THREADS, else the CPUs of this process within its CPU quota"
 
 
@@ -41,18 +48,18 @@ def default_threads(root: Path = ROOT, variables: Mapping[str, str] | None = Non
     if re.fullmatch(r"0*[1-9]\d*", wanted, re.ASCII):
         return int(wanted)
     quota = cpu_quota(root)
-    cpus = len(affinity())
+    cpus = available_cpus()
     return cpus if quota is None else max(min(cpus, math.ceil(quota)), 1)
 
 
 def threads(openmp_threads: int, root: Path = ROOT) -> dict[str, Any]:
-    """``openmp``: threads of a parallel region; ``affinity``: how many CPUs this thread may run on,
-    ``affinity_list``: which, as Linux writes lists; ``cgroup_quota``: CPUs' worth of time, or ``None``."""
-    cpus = affinity()
+    """``openmp``: threads of a parallel region; ``affinity``: how many CPUs this process may run on,
+    ``affinity_list``: on which of them this thread may, as Linux writes lists; ``cgroup_quota``: CPUs' worth of
+    time, or ``None``."""
     return {
         "openmp": openmp_threads,
-        "affinity": len(cpus),
-        "affinity_list": as_list(cpus),
+        "affinity": available_cpus(),
+        "affinity_list": as_list(affinity()),
         "cgroup_quota": cpu_quota(root),
     }
 

@@ -96,7 +96,7 @@ def _threads(found: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     yield (
         "threads",
         f"OpenMP {threads['openmp']}; may run on {_plural(threads['affinity'], 'CPU')} "
-        f"({threads['affinity_list']}); CPU quota {quota}",
+        f"(this thread on {threads['affinity_list']}); CPU quota {quota}",
     )
     yield "OpenMP libraries", ", ".join(found["openmp_libraries"]) or "none seen"
     variables = [f"{name}={value}" for name, value in found["environment"].items()] or ["nothing set"]
