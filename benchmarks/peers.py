@@ -210,6 +210,8 @@ class Torch:
     """`grouped`: torch._grouped_mm per projection over rows sorted by expert. `loop`: one F.linear per expert,
     as transformers does it in eager mode. LoRA unmerged, as in PEFT. With `-fp32` behind it, all in fp32."""
 
+    MODES = ("grouped", "loop")
+
     def __init__(self, problem: Problem, mode: str) -> None:
         problem = problem.in_fp32() if mode.endswith("-fp32") else problem
         self.problem, self.mode = problem, mode.removesuffix("-fp32")
@@ -304,6 +306,15 @@ class KtKernel:
         return {"grad_x": self.grad_x, "grad_routing_weights": self.grad_w, **self.grads}
 
 
+def known_peers() -> list[str]:
+    """All names that `build` takes: kernels are those of this build, also where this CPU cannot run them."""
+    import amx_sft_moe
+
+    kernels = dict.fromkeys(f"ours-{kernel['name']}" for kernel in amx_sft_moe.info()["kernels"])
+    torch_ones = [f"torch-{mode}{dtype}" for mode in Torch.MODES for dtype in ("", "-fp32")]
+    return ["ours", "ours-fresh", *kernels, *torch_ones, *(f"kt-{weights}" for weights in KtKernel.CLASSES)]
+
+
 def build(name: str, problem: Problem) -> Ours | Torch | KtKernel:
     family, _, variant = name.partition("-")
     if family == "ours":
@@ -315,6 +326,18 @@ def build(name: str, problem: Problem) -> Ours | Torch | KtKernel:
 def installed(name: str) -> bool:
     module = {"ours": "amx_sft_moe", "kt": "kt_kernel"}.get(name.partition("-")[0], "torch")
     return importlib.util.find_spec(module) is not None
+
+
+def chosen(peers: str, parser: argparse.ArgumentParser) -> list[str]:
+    """The names in `--peers` that are installed; says which are not. Ends with the parser's error for names
+    that are unknown: `build` would take them for others."""
+    names, known = peers.split(","), known_peers()
+    if unknown := [name for name in names if name not in known]:
+        parser.error(f"argument --peers: expected some of {', '.join(known)}, got {', '.join(unknown)}")
+    for name in names:
+        if not installed(name):
+            print(f"{name}: not installed, left out", file=sys.stderr)
+    return [name for name in names if installed(name)]
 
 
 def relative_error(a: torch.Tensor, b: torch.Tensor) -> float:
@@ -375,10 +398,7 @@ def main() -> None:
     )  # before the candidates have threads
     torch.set_num_threads(args.threads)
 
-    names = [name for name in args.peers.split(",") if installed(name)]
-    for name in args.peers.split(","):
-        if name not in names:
-            print(f"{name}: not installed, left out", file=sys.stderr)
+    names = chosen(args.peers, parser)
     problem = Problem.random(args.shape, args.tokens, args.threads, args.routing, args.base_weights)
     limits = Limits()
     limits.measure(args.threads)

@@ -1,4 +1,4 @@
-"""What benchmarks/peers.py says of the pages that weights lie in, and the CPUs it runs on."""
+"""What benchmarks/peers.py says of the pages that weights lie in, the CPUs it runs on, and its candidates."""
 
 from __future__ import annotations
 
@@ -59,3 +59,31 @@ def test_cpus(siblings: list[str | None], threads: int, expected: set[int], tmp_
 
 def test_cpus_are_allowed_ones(tmp_path: Path) -> None:
     assert peers.cpus_for(2, {5, 7, 9}, tmp_path) == {5, 7}
+
+
+@pytest.mark.parametrize("wrong", ["torch-groupd", "tortch-loop", "ours-avx511", "kt-int5", ""])
+def test_unknown_candidates(
+    wrong: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """They were timed as another one."""
+    monkeypatch.setattr(peers.os, "sched_setaffinity", lambda *_: None)
+    arguments = ["--shape", "small", "--threads", str(torch.get_num_threads()), "--peers", f"ours,{wrong}"]
+    monkeypatch.setattr(sys, "argv", ["peers.py", *arguments])
+    with pytest.raises(SystemExit) as stop:
+        peers.main()
+    assert stop.value.code == 2
+    error = capsys.readouterr().err
+    assert error.endswith(f", got {wrong}\n")
+    assert "--peers: expected some of ours, ours-fresh, ours-" in error
+    assert (
+        ", torch-grouped, torch-grouped-fp32, torch-loop, torch-loop-fp32, kt-bf16, kt-int8, kt-int4, " in error
+    )
+
+
+def test_candidates_are_known() -> None:
+    known = peers.known_peers()
+    assert {"ours", "ours-fresh", "ours-avx512", "torch-grouped-fp32", "kt-int8"} <= set(known)
+    assert len(known) == len(set(known))
+    problem = peers.Problem.random("small", 2, 1, "uniform")
+    for name in ("ours", "ours-fresh", "torch-grouped", "torch-loop-fp32"):
+        assert peers.build(name, problem).forward().shape == (2, problem.hidden)

@@ -7,6 +7,8 @@ import math
 import re
 import subprocess
 import sys
+from collections.abc import Callable
+from itertools import accumulate
 from typing import Any
 
 import pytest
@@ -18,9 +20,17 @@ from amx_sft_moe.__main__ import main
 from amx_sft_moe.profile import cli, report
 from amx_sft_moe.profile.experiment import Results, Timing, check, measure, passed
 from amx_sft_moe.profile.layer import FACTORS, Layer
+from amx_sft_moe.profile.memory import (
+    bytes_of_experts,
+    bytes_of_reference,
+    bytes_of_step,
+    experts_that_fit,
+    planned_bytes,
+    with_experts,
+)
 from amx_sft_moe.profile.options import Options, parse
 from amx_sft_moe.profile.reference import float64_step, relative_errors
-from amx_sft_moe.profile.shapes import SHAPES, LayerShape, bytes_per_expert, experts_that_fit
+from amx_sft_moe.profile.shapes import SHAPES, LayerShape
 
 TINY = Options(
     name="tiny",
@@ -82,21 +92,78 @@ def test_options_that_are_refused(arguments: str, capsys: pytest.CaptureFixture[
 
 
 def test_experts_are_cut_to_the_memory() -> None:
-    shape = SHAPES["deepseek-v3"]
-    each = bytes_per_expert(shape, 16, 2, 2)
+    options = Options()
+    each = bytes_of_experts(with_experts(options, 1))
     assert each == 2 * (3 * 7168 * 2048 + 2 * 3 * 16 * (7168 + 2048))
-    assert experts_that_fit(shape, 128, 16, 2, 2, 1 << 50) == 256
-    fit = experts_that_fit(shape, 128, 16, 2, 2, 10**10)
+    assert experts_that_fit(options, 1 << 50) == 256
+    fit = experts_that_fit(options, 10**10)
     assert fit % 8 == 0
-    assert 0 < fit * each < 10**10
-    assert experts_that_fit(shape, 128, 16, 2, 2, 10**8) == 0
-    assert experts_that_fit(SHAPES["small"], 4, 16, 4, 4, 10**9) == 16
+    assert 0 < fit * each < planned_bytes(with_experts(options, fit)) <= 10**10
+    assert planned_bytes(with_experts(options, fit + 8)) > 10**10
+    assert experts_that_fit(options, 10**8) == 0
+    small = Options(shape=SHAPES["small"], tokens=4, dtype="float32", lora_dtype="float32")
+    assert experts_that_fit(small, 10**9) == 16
+
+
+def test_experts_give_way_to_the_check() -> None:
+    """Its tokens, and one expert in float64, are a part of the plan."""
+    fits = [experts_that_fit(Options(check_tokens=tokens), 10**10) for tokens in (1, 1000, 2000, 10**9)]
+    assert fits[0] > fits[1] > fits[2] > fits[3] == 0
+    assert planned_bytes(Options()) > bytes_of_experts(Options()) + 8 * 3 * 7168 * 2048
+
+
+def peak_of_torch(call: Callable[[], object]) -> int:
+    """Most bytes that torch had allocated at a time; the same on every machine."""
+    with torch.profiler.profile(profile_memory=True, activities=[torch.profiler.ProfilerActivity.CPU]) as run:
+        call()
+    events = [event for event in run.profiler.kineto_results.events() if event.name() == "[memory]"]
+    return max(accumulate(event.nbytes() for event in sorted(events, key=lambda event: event.start_ns())))
+
+
+@pytest.mark.parametrize(
+    ("shape", "rank", "tokens"),
+    [
+        (LayerShape(16, 4, 256, 192), 4, 4),  # weights are most of it
+        (LayerShape(2, 2, 256, 16), 0, 500),  # rows of H
+        (LayerShape(2, 2, 16, 256), 0, 500),  # rows of I
+        (LayerShape(32, 4, 64, 64), 64, 50),  # factors, of used experts
+        (LayerShape(64, 1, 64, 64), 64, 4),  # factors, of idle experts
+    ],
+)
+def test_the_plan_covers_the_check(shape: LayerShape, rank: int, tokens: int) -> None:
+    """It held all experts in float64 at a time, 32 of the published experiment, which no plan counted."""
+    options = dataclasses.replace(TINY, shape=shape, rank=rank, check_tokens=tokens)
+    layer = Layer(options)
+    batch = layer.batch(tokens)
+    op = layer.operator()
+    y = op.forward_sft(batch.x, batch.expert_ids, batch.routing_weights)
+    found = {"y": y, **op.backward(batch.grad_y).as_dict()}
+    peak = peak_of_torch(lambda: relative_errors(found, float64_step(layer, batch), batch))
+    planned = bytes_of_reference(options)
+    assert 0.3 * planned < peak <= planned
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@pytest.mark.parametrize("top_k", [1, 4])
+def test_the_plan_covers_a_step(dtype: str, top_k: int) -> None:
+    shape = dataclasses.replace(SHAPES["small"], top_k=top_k)
+    layer = Layer(dataclasses.replace(TINY, shape=shape, dtype=dtype, lora_dtype=dtype))
+    batch = layer.batch(1024)
+    op = layer.operator()
+    y = op.forward_sft(batch.x, batch.expert_ids, batch.routing_weights)
+    saved = op.memory()["saved_bytes"]
+    grad_x = op.backward(batch.grad_y).grad_x
+    tensors = [batch.x, batch.expert_ids, batch.routing_weights, batch.grad_y, y, grad_x]
+    held = op.memory()["workspace_bytes"] + saved + sum(tensor.nbytes for tensor in tensors)
+    assert held <= bytes_of_step(layer.options, batch.tokens)
 
 
 def test_a_layer_that_does_not_fit() -> None:
-    with pytest.raises(
-        ArgumentError, match=r"--memory: expected room for at least 8 experts, got 0\.1 GB, room for 0"
-    ):
+    said = (
+        "--memory: expected room for at least 8 experts, got 0.1 GB, room for 0: "
+        "with --tokens 128 and --check-tokens 4 they take 1.5 GB"
+    )
+    with pytest.raises(ArgumentError, match=f"^{re.escape(said)}$"):
         cli._fitted(Options(), 10**8)
     fitted = cli._fitted(Options(), 10**10)
     assert fitted.shape == dataclasses.replace(SHAPES["deepseek-v3"], experts=fitted.shape.experts)
@@ -244,6 +311,8 @@ def test_the_command_says_what_is_wrong(
         patch.setattr(cli, "available_memory", lambda: 10**6)
         assert cli.main(small) == 1
         assert "expected room for at least 4 experts, got 0.0 GB" in capsys.readouterr().err
+    assert cli.main([*small, "--check-tokens", "1000000000"]) == 1
+    assert "with --tokens 4 and --check-tokens 1000000000 they take" in capsys.readouterr().err
     assert cli.main([*small, "--kernel", "none"]) == 1
     assert "none" in capsys.readouterr().err
     from amx_sft_moe.profile import experiment

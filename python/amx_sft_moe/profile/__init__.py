@@ -1,7 +1,8 @@
 """The published experiment in one command: `python -m amx_sft_moe profile`.
 
 options      what is measured
-shapes       layers of known models, and how many experts fit in memory
+shapes       layers of known models
+memory       how much a run takes, and how many experts fit
 layer        weights, LoRA factors, inputs and gradients of one layer
 reference    the same layer in float64, and how far the operator is from it
 experiment   check, warm-up, forward, backward and both, each in its NVTX range

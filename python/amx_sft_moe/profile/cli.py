@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
-from dataclasses import replace
 
 from amx_sft_moe.errors import ArgumentError, KernelError
 from amx_sft_moe.system.machine import available_memory
 
+from .memory import experts_that_fit, planned_bytes, with_experts
 from .options import Options, parse
-from .shapes import BF16, experts_that_fit
 
 
 def _line(text: str) -> None:
@@ -20,16 +19,16 @@ def _line(text: str) -> None:
 
 def _fitted(options: Options, memory: int) -> Options:
     """The options with as many experts as fit. Raises ArgumentError where that is too few for a token."""
-    shape = options.shape
-    element = 4 if options.dtype == "float32" else BF16
-    lora = 4 if options.lora_dtype == "float32" else BF16
-    fit = experts_that_fit(shape, options.tokens, options.rank, element, lora, memory)
-    if fit < shape.top_k:
+    least = options.shape.top_k
+    fit = experts_that_fit(options, memory)
+    if fit < least:
+        needed = planned_bytes(with_experts(options, least))
         raise ArgumentError(
-            f"--memory: expected room for at least {shape.top_k} experts, got {memory / 1e9:.1f} GB, "
-            f"room for {fit}"
+            f"--memory: expected room for at least {least} experts, got {memory / 1e9:.1f} GB, room for {fit}: "
+            f"with --tokens {options.tokens} and --check-tokens {options.check_tokens} they take "
+            f"{needed / 1e9:,.1f} GB"
         )
-    return replace(options, shape=replace(shape, experts=fit))
+    return with_experts(options, fit)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

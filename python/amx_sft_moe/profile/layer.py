@@ -47,7 +47,7 @@ class Layer:
         return self.options.alpha / self.options.rank if self.options.rank else 1.0
 
     def _normal(self, *shape: int, std: float, dtype: str) -> torch.Tensor:
-        return (torch.randn(shape, generator=self._random) * std).to(getattr(torch, dtype))
+        return torch.randn(shape, generator=self._random).mul_(std).to(getattr(torch, dtype))
 
     def _experts(self, rows: int, cols: int) -> torch.Tensor:
         # One expert's numbers, shifted by some rows for the next: random numbers for all would take minutes.
