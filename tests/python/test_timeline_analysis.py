@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import json
 import math
 
 import pytest
 
 import timelines
 from amx_sft_moe import timeline
-from amx_sft_moe.timeline import TimelineError, analysis, key_figures
+from amx_sft_moe.timeline import TimelineError, analysis, key_figures, strip
 from amx_sft_moe.timeline.comparison import compare
+from amx_sft_moe.timeline.nesting import nest
 from amx_sft_moe.timeline.passes import inside_range, skip_first
 from timelines import global_tid, write_lines, write_nsys
 
@@ -46,6 +48,65 @@ class TestGaps:
         }  # fmt: skip
         (total,) = analysis.gap_sum(read).table.to_dict("records")
         assert (total["Between"], total["Gaps"], total["Total Time"]) == ("a -> b", 1, 50)
+
+
+class TestFilesOfTwoMachines:
+    """Their processes have the same numbers and nothing to do with each other."""
+
+    @pytest.fixture
+    def files(self, tmp_path):
+        later = timelines.passes_of(1, seed=2)
+        for record in later:
+            for part in (record, *record["regions"], *(t for r in record["regions"] for t in r["threads"])):
+                part["begin_ns"] += 10**9
+                part["end_ns"] += 10**9
+        return [
+            write_lines(tmp_path / f"{number}", records)
+            for number, records in enumerate((timelines.passes_of(1, spans=False), later))
+        ]
+
+    @pytest.fixture
+    def together(self, files):
+        return timeline.read(files)
+
+    def test_gaps(self, files, together):
+        apart = [analysis.gaps(timeline.read(path)).table["Duration"] for path in files]
+        table = analysis.gaps(together).table
+        assert sorted(table["Duration"]) == sorted(pd.concat(apart))
+        assert set(table["File"]) == {str(path) for path in files}
+
+    def test_waiting_by_thread(self, files, together):
+        apart = [analysis.waiting_by_thread(timeline.read(path)).table for path in files]
+        table = analysis.waiting_by_thread(together).table
+        pd.testing.assert_frame_equal(table.drop(columns="File"), pd.concat(apart, ignore_index=True))
+        assert table["File"].tolist() == [str(path) for path in files for _ in range(3)]
+
+    def test_nesting_overlap_and_ranges_inside(self, files):
+        both = timeline.read([files[0], files[0]])
+        one = timeline.read(files[0])
+        pair = ("forward_down", "gemm\\(down")
+        times = [analysis.overlap(read, *pair).table["Time"] for read in (one, both)]
+        assert (times[0] * 2).tolist() == times[1].tolist()
+        assert nest(both.ranges)["level"].max() == nest(one.ranges)["level"].max()
+        inside_range(both, "forward/0")
+        assert set(both.ranges["source"]) == {0}
+
+    def test_names_of_threads(self, tmp_path):
+        paths = []
+        for name in ("first", "second"):
+            events = [
+                {"ph": "M", "name": "thread_name", "pid": 1, "tid": 1, "args": {"name": name}},
+                {"ph": "X", "name": "a", "pid": 1, "tid": 1, "ts": 0, "dur": 5},
+            ]
+            paths.append(tmp_path / name)
+            paths[-1].write_text(json.dumps(events))
+        read = timeline.read(paths)
+        assert [read.thread_label(1, 1, source) for source in (0, 1)] == ["first", "second"]
+        pytest.importorskip("matplotlib")
+        (panel,) = strip.strip(read, True).subfigs
+        assert [label.get_text() for label in panel.axes[0].get_yticklabels()] == [
+            "file 1: first", "file 2: second",
+        ]  # fmt: skip
 
 
 class TestWaiting:
@@ -221,6 +282,13 @@ class TestComparison:
         table = compare(before, after).table.set_index("Phase")
         assert table["Change"].to_dict() == {"inner": 60, "outer": -10, "kernel": 4, "total": 54}
 
+    def test_steps_of_one_side_are_named(self, tmp_path):
+        before = self.read(tmp_path / "a", step(), step(kind="backward", begin=10**8))
+        after = self.read(tmp_path / "b", step(), step(begin=10**8))
+        assert compare(before, after).note.endswith("100 %; only before: backward (1)")
+        assert compare(after, before).note.endswith("100 %; only after: backward (1)")
+        assert "only" not in compare(before, before).note
+
     def test_different_steps_cannot_be_compared(self, tmp_path):
         with pytest.raises(TimelineError, match=r"forward; after backward"):
             compare(self.read(tmp_path / "a", step()), self.read(tmp_path / "b", step(kind="backward")))
@@ -330,3 +398,27 @@ class TestInsideARange:
         assert walls == {"load": 20, "train": 60, "(in no range)": 20}
         assert analysis.step_sum(read).table["Steps"].tolist() == [2]
         assert isinstance(read.phases, pd.DataFrame)
+
+    def test_step_range_takes_the_place_of_passes(self, tmp_path):
+        """Waiting was of the operator's passes, whose numbers others have now."""
+        path = write_lines(tmp_path / "f", timelines.records(3, 3))
+        read = timeline.read(path, step_range="^backward_down$")
+        assert set(read.passes["step"]) == {"backward_down"}
+        assert not len(read.waits)
+        assert not len(read.thread_waits)
+        assert set(read.phases["pass"]) == set(read.passes.index)
+
+    def test_step_range_has_to_find_something(self, tmp_path):
+        lines = write_lines(tmp_path / "f", timelines.records(2, 2))
+        with pytest.raises(TimelineError, match=r"^--step-range: there is no range whose name '\^x\$' finds$"):
+            timeline.read(lines, step_range="^x$")
+        nvtx(tmp_path / "g", [("x", 0, 10, 1)])
+        read = timeline.read([lines, tmp_path / "g"], step_range="^x$")
+        assert read.passes[["source", "step"]].to_numpy().tolist() == [[1, "x"]]
+        assert set(read.ranges.loc[read.ranges["source"] == 0, "step"]) == {-1}
+
+    def test_step_range_of_chosen_threads(self, tmp_path):
+        path = timelines.write_trace(tmp_path / "f", timelines.records(2, 3))
+        chosen = timeline.Filters(threads=frozenset([1]))
+        assert len(timeline.read(path, step_range="^D3_gemm$").passes) == 2 * 3
+        assert len(timeline.read(path, chosen, step_range="^D3_gemm$").passes) == 2

@@ -116,7 +116,7 @@ class TestReports:
         assert "expected a kernel out of ['portable'] on this machine, got 'avx512'" in err
 
     @pytest.mark.parametrize("dropped", ["thread_name", "phase"])
-    @pytest.mark.parametrize("options", [[], ["--filter-thread", "0"], ["--max-ranges", "5"]])
+    @pytest.mark.parametrize("options", [[], ["--filter-thread", "0"], ["--max-ranges", "100"]])
     def test_measured_with_the_threads_of_a_trace(self, capsys, tmp_path, monkeypatch, dropped, options):
         """Its passes do not say how many they had: its names of threads do, and so do its phases."""
         asked = []
@@ -126,7 +126,8 @@ class TestReports:
         )
         events = [
             event
-            for caller in (0, 77_000)
+            # Written one after the other, while passes of two callers alternate: no pass would be whole.
+            for caller in ((0,) if "--max-ranges" in options else (0, 77_000))
             for event in timelines.events(timelines.records(2, 5), caller)
             if dropped not in (event["name"], event.get("cat"))
         ]
@@ -136,6 +137,18 @@ class TestReports:
         assert (status, asked) == (0, [5])
         assert "measured on this machine now, 5 threads" in err
         assert re.search(r"threads +5\n", out)
+
+    @pytest.mark.parametrize("threads", [100_000, 1 << 40])
+    def test_more_threads_than_can_be_measured_with(self, capsys, tmp_path, threads):
+        path = write_lines(tmp_path / "f", [next(timelines.records(1, 2)) | {"threads": threads}])
+        status, _, err = run(capsys, path, "--measure")
+        assert status == 1
+        assert err == f"error: --measure: cannot measure with the {threads:,} threads of the passes\n"
+
+    def test_a_step_range_that_finds_nothing(self, capsys, path):
+        status, out, err = run(capsys, path, "--step-range", "typo", "-r", "step_sum")
+        assert (status, out) == (1, "")
+        assert err == "error: --step-range: there is no range whose name 'typo' finds\n"
 
     def test_a_trace_without_threads_is_not_judged(self, capsys, tmp_path, monkeypatch):
         monkeypatch.setattr("amx_sft_moe._core.measure_machine", lambda *_: pytest.fail("measured"))

@@ -104,6 +104,44 @@ class TestLimits:
         assert read.passes["end_ns"].max() < 1 << 61
         assert "8 passes could not be used: their times are too long" in read.notes[0]
 
+    @pytest.mark.parametrize("part", [0.3, 0.55, 0.999])
+    def test_passes_beyond_the_bound_of_a_trace_are_left_out(self, tmp_path, part):
+        path = write_trace(tmp_path / "f", passes_of(5))
+        whole = timeline.read(path)
+        read = timeline.read(path, bounds=Bounds(ranges=int(part * len(whole.ranges))))
+        count = len(read.passes)
+        assert 10 * part - 2 < count < 10
+        pd.testing.assert_frame_equal(read.passes, whole.passes[:count])
+        for ours, all_of_it in ((read.phases, whole.phases), (read.waits, whole.waits)):
+            expected = all_of_it[all_of_it["pass"] < count].reset_index(drop=True)
+            pd.testing.assert_frame_equal(ours, expected, check_categorical=False)
+        assert read.notes[-1] == (
+            f"{path}: {10 - count} of 10 passes were not over when the first range began that was left out; "
+            "nothing is said about them"
+        )
+        assert set(read.ranges["step"]) == {*range(count), -1}
+
+    def test_no_pass_within_the_bound(self, tmp_path):
+        read = timeline.read(write_trace(tmp_path / "f", passes_of(2)), bounds=Bounds(ranges=20))
+        assert len(read.ranges) == 20
+        assert not len(read.passes)
+        assert not len(read.phases)
+        assert "4 of 4 passes" in read.notes[-1]
+
+    def test_lines_beyond_the_bound_count(self, tmp_path):
+        path = write_lines(tmp_path / "f", passes_of(5))
+        whole, read = timeline.read(path), timeline.read(path, bounds=Bounds(ranges=20))
+        pd.testing.assert_frame_equal(read.phases, whole.phases)
+        assert len(read.notes) == 1
+
+    def test_the_order_of_a_file_does_not_matter(self, tmp_path):
+        """Passes of an export, of which a range in the first pass comes last."""
+        rows = [(i * 100, i * 100 + 90, 59, f"ProfilerStep#{i}", 5, None, 0) for i in range(4)]
+        rows.append((210, 220, 59, "inside", 5, None, 0))
+        path = timelines.write_nsys(tmp_path / "f", {"NVTX_EVENTS": rows}, {})
+        assert timeline.read(path, bounds=Bounds(ranges=4)).passes["index"].tolist() == [0, 1]
+        assert timeline.read(path).passes["index"].tolist() == [0, 1, 2, 3]
+
     def test_bounds_keep_something(self):
         with pytest.raises(TimelineError, match=r"^ranges: expected 1 or more, got 0$"):
             Bounds(ranges=0)

@@ -9,7 +9,18 @@ import pytest
 from amx_sft_moe import timeline
 from amx_sft_moe.timeline import Filters, TimelineError
 from amx_sft_moe.timeline.filters import parse_name, parse_threads, parse_time, parse_window
-from timelines import NVTX, STRINGS, passes_of, read_or_message, write_lines, write_nsys, write_trace
+from timelines import (
+    NVTX,
+    STRINGS,
+    global_tid,
+    passes_of,
+    read_or_message,
+    write_lines,
+    write_nsys,
+    write_trace,
+)
+
+pd = pytest.importorskip("pandas")
 
 
 class TestFilters:
@@ -26,6 +37,38 @@ class TestFilters:
         read = timeline.read(path, Filters(threads=parse_threads("1-2, 7")))
         assert set(read.ranges["thread"]) == {1, 2}
         assert set(read.thread_waits["thread"]) == {1, 2}
+
+    @pytest.mark.parametrize("threads", ["0", "1-2", "7"])
+    def test_threads_of_a_trace(self, path, tmp_path, threads):
+        """Phases and what is serial are matters of the whole team, as in JSON lines."""
+        filters = Filters(threads=parse_threads(threads))
+        trace = write_trace(tmp_path / "g", passes_of(5))
+        lines, read = timeline.read(path, filters), timeline.read(trace, filters)
+        assert set(read.ranges["thread"]) == filters.threads & {0, 1, 2}
+        assert len(read.ranges[read.ranges["kind"] != "member"]) == len(lines.ranges)
+        pd.testing.assert_frame_equal(read.phases, timeline.read(trace).phases)
+        assert set(read.thread_waits["thread"]) == set(lines.thread_waits["thread"])
+        ours, theirs = (
+            t.waits.astype({"group": str}).set_index(["pass", "group"]).sort_index() for t in (lines, read)
+        )
+        pd.testing.assert_frame_equal(ours[["thread_ns", "serial_ns"]], theirs[["thread_ns", "serial_ns"]])
+        assert (ours["wait_ns"] - theirs["wait_ns"]).abs().max() < 1000
+
+    def test_threads_of_an_export(self, tmp_path):
+        rows = [
+            (start, end, 59, name, global_tid(1, thread), None, 1)
+            for name, start, end, thread in (
+                ("backward_down", 0, 100, 1),
+                ("D3_gemm", 0, 100, 1),
+                ("D3_gemm", 0, 60, 2),
+            )
+        ]
+        rows.append((0, None, 75, "amx_sft_moe", global_tid(1, 1), None, 1))
+        path = write_nsys(tmp_path / "f", {"NVTX_EVENTS": rows}, {})
+        read = timeline.read(path, Filters(threads=frozenset([2])))
+        assert [str(name) for name in read.ranges["name"]] == ["D3_gemm"]
+        assert read.phases[["wall_ns", "busy_ns"]].to_numpy().tolist() == [[100, 160]]
+        assert read.waits[["wait_ns", "thread_ns", "serial_ns"]].to_numpy().tolist() == [[40, 100, 0]]
 
     def test_time_counts_from_the_first_range(self, path):
         everything = timeline.read(path)

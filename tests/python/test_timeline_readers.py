@@ -209,6 +209,35 @@ class TestJsonLines:
         assert len(read.passes) == 3
         assert "longer than 100,000 bytes" in read.notes[0]
 
+    @pytest.mark.parametrize(
+        ("change", "message"),
+        [
+            ({"end_ns": 0}, "a pass ends before it begins"),
+            ({"phases_ms": {"gather": -1.0}}, "a time below zero"),
+            ({"regions": [{"group": "g", "begin_ns": 2, "end_ns": 1}]}, "a region ends before it begins"),
+        ],
+    )
+    def test_times_do_not_run_backwards(self, tmp_path, change, message):
+        first, second = passes_of(1)
+        read = timeline.read(write_lines(tmp_path / "f", [first, second | change]))
+        assert len(read.passes) == 1
+        assert read.notes == [f"{tmp_path / 'f'}: 1 lines could not be used: line 2: {message}"]
+
+    @pytest.mark.parametrize(
+        ("change", "message"),
+        [
+            ({"busy_ns": {"a": 5, "b": -5}}, "a time below zero"),  # divided by their sum
+            ({"end_ns": 1}, "a thread's part ends before it begins"),
+            ({"spans": [["a", 9, 8, 1]]}, "a span ends before it begins"),
+        ],
+    )
+    def test_times_of_threads_do_not_run_backwards(self, tmp_path, change, message):
+        first, second = passes_of(1)
+        second["regions"][0]["threads"][0] |= change
+        read = timeline.read(write_lines(tmp_path / "f", [first, second]))
+        assert len(read.passes) == 1
+        assert read.notes == [f"{tmp_path / 'f'}: 1 lines could not be used: line 2: {message}"]
+
     def test_strange_names_are_kept(self, tmp_path):
         record = passes_of(1)[0]
         record["name"] = "läyer \u202e <b>\n"
@@ -336,6 +365,36 @@ class TestChromeTrace:
         read = timeline.read(path)
         assert [str(name) for name in read.ranges["name"]] == ["a"] * 8
         assert f"{len(bad)} events were broken" in read.notes[0]
+
+    def test_numbers_of_many_digits(self, tmp_path):
+        good = '{"ph":"X","name":"a","pid":1,"tid":1,"ts":1,"dur":2}'
+        path = tmp_path / "f"
+        digits = "1" * 5000  # more than Python converts
+        path.write_text(f'[{good}, {{"ph":"X","name":"b","ts":1,"dur":1,"args":{{"x":{digits}}}}}, {good}]')
+        read = timeline.read(path)
+        assert [str(name) for name in read.ranges["name"]] in (["a", "a"], ["a", "b", "a"])
+        path.write_text(f'{{"otherData":{{"peak_gflops":{digits[:400]}}},"traceEvents":[{good}]}}')
+        assert timeline.read(path).limits == {}
+
+    def test_names_that_are_deep(self, tmp_path):
+        """The decoder of a trace may go deeper than what writes such a name out."""
+        good = '{"ph":"X","name":"a","pid":1,"tid":1,"ts":1,"dur":2}'
+        path = tmp_path / "f"
+        for depth in range(940, 1000):
+            deep = "[" * depth + "]" * depth
+            path.write_text(f'[{good}, {{"ph":"X","name":{deep},"pid":1,"tid":1,"ts":1,"dur":2}}]')
+            assert "a" in set(timeline.read(path).ranges["name"])
+            path.write_text(f'{{"traceEvents": {{"a": {deep}}}}}')
+            with pytest.raises(timeline.TimelineError):
+                timeline.read(path)
+
+    def test_numbers_of_steps_fit(self, tmp_path):
+        steps = [
+            {"ph": "X", "cat": "user_annotation", "name": f"ProfilerStep#{number}", "ts": i * 9, "dur": 5}
+            for i, number in enumerate((7, 10**20))
+        ]
+        read = timeline.read(self.write(tmp_path / "f", steps))
+        assert [str(step) for step in read.passes["step"]] == ["ProfilerStep", f"ProfilerStep#{10**20}"]
 
     def test_deep_and_endless_values(self, tmp_path):
         good = '{"ph":"X","name":"a","pid":1,"tid":1,"ts":1,"dur":2}'

@@ -37,7 +37,8 @@ def read(
         step_range: regular expression; ranges of such names are the steps.
 
     Raises:
-        TimelineError: a file cannot be read, is of no known format or holds nothing; an expression is none.
+        TimelineError: a file cannot be read, is of no known format or holds nothing; an expression is none, or
+            finds no step.
     """
     from .filters import parse_name
 
@@ -46,8 +47,9 @@ def read(
         raise TimelineError("no file was given")
     pattern = parse_name(step_range) if step_range is not None else None
     parts = [readers.read_file(Path(path), filters, bounds, number) for number, path in enumerate(given)]
-    for part in parts:
-        derive(part, pattern)
+    found = [derive(part, pattern, filters.threads if filters else None) for part in parts]
+    if pattern is not None and not any(found):
+        raise TimelineError(f"--step-range: there is no range whose name {step_range!r} finds")
     whole = concatenate(parts)
     whole.passes["source"] = _sources(parts)
     return whole

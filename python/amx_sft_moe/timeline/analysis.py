@@ -27,8 +27,8 @@ def _gap_table(timeline: Timeline) -> pd.DataFrame:
     """Each stretch in which a thread that had ranges before and after had none."""
     ranges = timeline.ranges
     ranges = ranges[ranges["kind"].isin(CPU_KINDS + GPU_KINDS)]
-    ranges = ranges.sort_values(["process", "thread", "begin_ns"], kind="stable")
-    threads = [ranges["process"], ranges["thread"]]
+    ranges = ranges.sort_values(["source", "process", "thread", "begin_ns"], kind="stable")
+    threads = [ranges["source"], ranges["process"], ranges["thread"]]
     latest = ranges["end_ns"].groupby(threads).cummax()
     # The range that the thread was in last: the one that set the latest end.
     rows = pandas().Series(range(len(ranges)), index=ranges.index, dtype="float64")
@@ -37,7 +37,7 @@ def _gap_table(timeline: Timeline) -> pd.DataFrame:
     gap = ranges["begin_ns"] - before_end
     found = gap > 0
     names = ranges["name"]
-    return pandas().DataFrame(
+    table = pandas().DataFrame(
         {
             "Start": before_end[found].astype("int64"),
             "Duration": gap[found].astype("int64"),
@@ -48,6 +48,14 @@ def _gap_table(timeline: Timeline) -> pd.DataFrame:
             "Before": names[found].astype(str),
         }
     )
+    return _with_files(table, ranges["source"][found], timeline)
+
+
+def _with_files(table: pd.DataFrame, sources: pd.Series, timeline: Timeline) -> pd.DataFrame:
+    """The table with the file of each row in front, where there are several with processes of one number."""
+    if len(timeline.sources) > 1:
+        table.insert(0, "File", [timeline.sources[number].path for number in sources])
+    return table
 
 
 def gaps(timeline: Timeline) -> Report:
@@ -94,8 +102,8 @@ def waiting_sum(timeline: Timeline) -> Report:
 
 def waiting_by_thread(timeline: Timeline) -> Report:
     """Busy and waiting time of each thread, all parallel regions together."""
-    threads = timeline.thread_waits.groupby(["process", "thread"])[["busy_ns", "wait_ns", "region_ns"]].sum()
-    threads = threads.reset_index()
+    keys = ["source", "process", "thread"]
+    threads = timeline.thread_waits.groupby(keys)[["busy_ns", "wait_ns", "region_ns"]].sum().reset_index()
     table = pandas().DataFrame(
         {
             "PID": threads["process"],
@@ -107,6 +115,7 @@ def waiting_by_thread(timeline: Timeline) -> Report:
             "Regions": threads["region_ns"],
         }
     )
+    table = _with_files(table, threads["source"], timeline)
     return Report("waiting_by_thread", "Waiting by thread", table, ("Busy", "Waiting", "Regions"))
 
 
@@ -143,6 +152,15 @@ def union(begins: np.ndarray, ends: np.ndarray) -> tuple[np.ndarray, np.ndarray]
     return begins[starts], ends[np.concatenate((starts[1:], [True]))]
 
 
+def _union_of(ranges: pd.DataFrame) -> tuple[np.ndarray, np.ndarray]:
+    return union(ranges["begin_ns"].to_numpy(), ranges["end_ns"].to_numpy())
+
+
+def _unions(ranges: pd.DataFrame) -> dict[Any, tuple[np.ndarray, np.ndarray]]:
+    """The union of the ranges of each process of each file."""
+    return {process: _union_of(mine) for process, mine in ranges.groupby(["source", "process"])}
+
+
 def covered(at: np.ndarray, begins: np.ndarray, ends: np.ndarray) -> np.ndarray:
     """How much of disjoint intervals lies before each point of time."""
     import numpy as np
@@ -160,11 +178,11 @@ def overlap(timeline: Timeline, first: str, second: str) -> Report:
 
     Times are of the union over all threads: two threads at the same work count once.
     """
-    one, two = select(timeline, first), select(timeline, second)
+    one, two = _unions(select(timeline, first)), _unions(select(timeline, second))
+    nothing = _union_of(timeline.ranges.iloc[:0])
     sums = [0.0, 0.0, 0.0]
-    for process in sorted(set(one["process"]) | set(two["process"])):
-        a = union(*(one.loc[one["process"] == process, edge].to_numpy() for edge in ("begin_ns", "end_ns")))
-        b = union(*(two.loc[two["process"] == process, edge].to_numpy() for edge in ("begin_ns", "end_ns")))
+    for process in sorted({*one, *two}):
+        a, b = one.get(process, nothing), two.get(process, nothing)
         both = covered(a[1], *b).sum() - covered(a[0], *b).sum()
         for place, value in enumerate(((a[1] - a[0]).sum(), (b[1] - b[0]).sum(), both)):
             sums[place] += float(value)

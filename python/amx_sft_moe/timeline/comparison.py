@@ -58,6 +58,13 @@ def _rows(step: str, before: pd.Series, after: pd.Series) -> pd.DataFrame:
     return table[_COLUMNS].reset_index(drop=True)
 
 
+def _only(timeline: Timeline, compared: list[str], side: str) -> str:
+    """Names the kinds of steps that are not compared because the other side has none."""
+    counts = timeline.passes["step"].value_counts(sort=False)
+    kinds = [f"{step} ({count:,})" for step, count in counts.items() if count and step not in compared]
+    return f"; only {side}: {', '.join(kinds)}" if kinds else ""
+
+
 def compare(before: Timeline, after: Timeline) -> Report:
     """Step by step where both have steps of a kind, else by the self time of ranges.
 
@@ -76,6 +83,7 @@ def compare(before: Timeline, after: Timeline) -> Report:
             for s in kinds
         )
         note = f"mean times per pass ({counts}); shares of a step's change sum to 100 %"
+        note += _only(before, kinds, "before") + _only(after, kinds, "after")
         return Report("compare", "Before and after", table, times, note)
     if len(before.passes) and len(after.passes):
         raise TimelineError(

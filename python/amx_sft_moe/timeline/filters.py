@@ -8,6 +8,7 @@ import re
 from dataclasses import dataclass
 
 from .errors import TimelineError
+from .table import TEAM_KINDS
 
 _TIME = re.compile(r"([0-9]*\.?[0-9]+(?:e[0-9]+)?)\s*(ns|us|ms|s)?", re.IGNORECASE)
 _NS = {"ns": 1, "us": 1_000, "ms": 1_000_000, "s": 1_000_000_000}
@@ -97,3 +98,10 @@ class Filters:
         """Whether a range is kept."""
         # Time is asked first: it has to see the first range of the file, whatever its name.
         return self.keeps_time(begin_ns, end_ns) and self.keeps_thread(thread) and self.keeps_name(name)
+
+    def keeps_for_passes(self, kind: str, name: str, thread: int, begin_ns: int, end_ns: int) -> bool:
+        """Whether a range is kept until passes are worked out. Those of our own passes are, of all threads, for
+        phases and waiting are the whole team's; `passes.derive` then drops the threads not asked for."""
+        if kind not in TEAM_KINDS:
+            return self.keeps(name, thread, begin_ns, end_ns)
+        return self.keeps_time(begin_ns, end_ns) and self.keeps_name(name)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from ..errors import ArgumentError
 from .errors import TimelineError
 from .table import Timeline
 
@@ -17,7 +18,7 @@ def measure_limits(timeline: Timeline) -> None:
     threads they had are not judged: a note says so.
 
     Raises:
-        TimelineError: the passes name no kernel of ours, or several.
+        TimelineError: the passes name no kernel of ours, or several, or more threads than can be measured with.
     """
     from amx_sft_moe import _core
 
@@ -34,7 +35,10 @@ def measure_limits(timeline: Timeline) -> None:
         )
         return
     threads = int(counts.max())
-    machine = _core.measure_machine(threads, _BANDWIDTH_BYTES)
+    try:
+        machine = _core.measure_machine(threads, _BANDWIDTH_BYTES)
+    except (ArgumentError, TypeError) as error:  # the latter where the number fits no int
+        raise TimelineError(f"--measure: cannot measure with the {threads:,} threads of the passes") from error
     if kernels[0] not in machine["kernels"]:
         raise TimelineError(
             f"--measure: expected a kernel out of {list(machine['kernels'])} on this machine, got "

@@ -17,15 +17,16 @@ def nest(ranges: pd.DataFrame) -> pd.DataFrame:
     ``num_child`` of the direct children. A range that begins in another and ends after it (two clocks, a broken
     file) counts as following it, not as its child.
     """
+    keys = ["source", "process", "thread"]
     table = ranges.assign(_length=ranges["end_ns"] - ranges["begin_ns"])
     table = table.sort_values(
-        ["process", "thread", "begin_ns", "_length"], ascending=[True, True, True, False], kind="stable"
+        [*keys, "begin_ns", "_length"], ascending=[True] * (len(keys) + 1) + [False], kind="stable"
     ).reset_index(drop=True)
     parents, levels = [-1] * len(table), [0] * len(table)
     stack: list[int] = []
     ends = table["end_ns"].tolist()
     last = None
-    threads = zip(table["process"].tolist(), table["thread"].tolist(), strict=True)
+    threads = zip(*(table[key].tolist() for key in keys), strict=True)
     for row, (thread, begin, end) in enumerate(zip(threads, table["begin_ns"].tolist(), ends, strict=True)):
         if thread != last:
             stack.clear()

@@ -22,39 +22,95 @@ if TYPE_CHECKING:
     import pandas as pd
 
 _STEP_NAMES = re.compile(r"ProfilerStep#\d+")
-_NUMBER = re.compile(r"#(\d+)$")
+_NUMBER = re.compile(r"#(\d{1,18})$")  # more is no index, but part of a name
 _AMBIGUOUS = "backward_routing_weights"  # a group and its only phase
 _REST = "(in no range)"
 
 
-def derive(timeline: Timeline, step_range: re.Pattern[str] | None = None) -> Timeline:
-    """Fills the tables of passes, phases and waiting from the ranges where a reader could not. In place.
+def derive(
+    timeline: Timeline, step_range: re.Pattern[str] | None = None, threads: frozenset[int] | None = None
+) -> bool:
+    """Fills the tables of passes, phases and waiting of one file from the ranges where a reader could not. In
+    place.
 
     Args:
-        timeline: as read; left alone where it has passes and `step_range` is not given.
+        timeline: as read; its passes and phases are left alone where it has both and `step_range` is not given.
         step_range: names of ranges that are the steps, whatever else the file has.
+        threads: whose ranges and waiting are kept; all by default.
+
+    Returns:
+        Whether there is any pass, also one that goes beyond the bound of ranges and is left out.
     """
-    known = step_range is None and len(timeline.passes)
-    if (known and len(timeline.phases)) or not len(timeline.ranges):
-        return timeline
+    known = step_range is None and len(timeline.passes) > 0
+    if step_range is not None:
+        _forget_passes(timeline)
+        _keep_threads(timeline, threads)  # now: a step is a range of one thread, no matter of a team
+    found = known
+    if len(timeline.ranges) and not (known and len(timeline.phases)):
+        found = _work_out(timeline, known, step_range, threads)
+    _keep_threads(timeline, threads)
+    return found
+
+
+def _forget_passes(timeline: Timeline) -> None:
+    """Empties what was said about passes that others take the place of."""
+    for name in ("passes", "phases", "waits", "thread_waits"):
+        setattr(timeline, name, getattr(timeline, name).iloc[:0])
+    timeline.ranges["step"] = UNKNOWN
+
+
+def _asked(rows: pd.DataFrame, threads: frozenset[int] | None) -> pd.Series:
+    """Whether each row is of one of the threads; all are where none were named."""
+    return pandas().Series(True, index=rows.index) if threads is None else rows["thread"].isin(threads)
+
+
+def _keep_threads(timeline: Timeline, threads: frozenset[int] | None) -> None:
+    if threads is not None:
+        timeline.ranges = timeline.ranges[_asked(timeline.ranges, threads)].reset_index(drop=True)
+
+
+def _work_out(
+    timeline: Timeline, known: bool, step_range: re.Pattern[str] | None, threads: frozenset[int] | None
+) -> bool:
+    """Passes, where they are not known, their phases and waiting; returns whether there are any."""
     ranges = timeline.ranges.copy(deep=False)
     ranges["kind"] = _resolve_ambiguous(ranges)
     ranges["lane"] = _lanes(ranges, timeline)
-    spans = _known_spans(ranges, timeline) if known else _spans(ranges, step_range)
+    if known:
+        # The phases of lines and text dumps are whole whatever becomes of their ranges.
+        if timeline.sources[0].form == "Chrome trace":
+            timeline.passes = _whole(timeline.passes, timeline)
+        spans, found = _known_spans(ranges, timeline), True
+    else:
+        spans = _spans(ranges, step_range).sort_values("begin_ns", kind="stable")
+        spans, found = _whole(spans, timeline), len(spans) > 0
     if spans.empty:
-        return timeline
+        return found
     if not known:
-        spans = spans.sort_values("begin_ns", kind="stable").reset_index(drop=True)
         timeline.passes = _pass_table(spans, timeline)
     ranges["step"] = _containing(ranges, spans)
     timeline.ranges = ranges.drop(columns="lane")
     _overlap_note(spans, timeline)
     groups = ranges[(ranges["kind"] == "group") & (ranges["step"] >= 0)]
     if len(groups) and step_range is None:
-        _phases_of_groups(ranges, groups, timeline)
+        _phases_of_groups(ranges, groups, timeline, threads)
     else:
         _phases_of_children(ranges, spans, timeline)
-    return timeline
+    return found
+
+
+def _whole(passes: pd.DataFrame, timeline: Timeline) -> pd.DataFrame:
+    """The passes that were over when the first range began that the bound left out: of others parts are
+    missing. Numbered anew, with a note about those that are dropped."""
+    never = int(passes["end_ns"].max()) if len(passes) else 0
+    first = [timeline.left_out_from.get(process, never) for process in passes["process"]]
+    cut = passes["end_ns"] > first
+    if cut.any():
+        timeline.notes.append(
+            f"{timeline.sources[0].path}: {cut.sum():,} of {len(passes):,} passes were not over when the first "
+            "range began that was left out; nothing is said about them"
+        )
+    return passes[~cut].reset_index(drop=True)
 
 
 def _lanes(ranges: pd.DataFrame, timeline: Timeline) -> pd.Series:
@@ -195,7 +251,9 @@ def _overlap_note(spans: pd.DataFrame, timeline: Timeline) -> None:
             return
 
 
-def _phases_of_groups(ranges: pd.DataFrame, groups: pd.DataFrame, timeline: Timeline) -> None:
+def _phases_of_groups(
+    ranges: pd.DataFrame, groups: pd.DataFrame, timeline: Timeline, threads: frozenset[int] | None
+) -> None:
     """The recorder's rule, and waiting: the time from a thread's own end in a group to the group's end."""
     groups = groups.sort_values("begin_ns", kind="stable").reset_index(drop=True)
     phases = ranges[(ranges["kind"] == "phase") & (ranges["step"] >= 0)]
@@ -227,7 +285,7 @@ def _phases_of_groups(ranges: pd.DataFrame, groups: pd.DataFrame, timeline: Time
     members = members[["thread", "end_ns"]].assign(group=_containing(members, groups))
     # Where phases are missing or were filtered out, nobody's work is known, nor anybody's waiting.
     members = members[members["group"].isin(phases["group"])]
-    _waits_of_groups(groups, _threads_of_groups(groups, phases, members), timeline)
+    _waits_of_groups(groups, _threads_of_groups(groups, phases, members), timeline, threads)
 
 
 def _threads_of_groups(groups: pd.DataFrame, phases: pd.DataFrame, members: pd.DataFrame) -> pd.DataFrame:
@@ -256,22 +314,29 @@ def _from_last_end(rows: pd.DataFrame, groups: pd.DataFrame) -> pd.Series:
     return rows[["group", "thread"]].assign(left=left).groupby(["group", "thread"])["left"].min()
 
 
-def _waits_of_groups(groups: pd.DataFrame, per_thread: pd.DataFrame, timeline: Timeline) -> None:
-    threads = per_thread.groupby("group")["thread"].transform("count")
+def _waits_of_groups(
+    groups: pd.DataFrame, per_thread: pd.DataFrame, timeline: Timeline, threads: frozenset[int] | None
+) -> None:
+    """Waiting of the threads that were asked for; which group is parallel is a matter of the whole team."""
+    team = per_thread.groupby("group")["thread"].transform("count")
     length = groups["end_ns"] - groups["begin_ns"]
     per_thread["region"] = per_thread["group"].map(length).astype("float64")
     per_thread["pass"] = per_thread["group"].map(groups["step"])
+    per_thread["source"] = per_thread["group"].map(groups["source"])
     per_thread["process"] = per_thread["group"].map(groups["process"])
     per_thread["name"] = per_thread["group"].map(groups["name"].astype(object))
-    shared = per_thread[threads > 1]
-    alone = per_thread[threads == 1].groupby(["pass", "name"], sort=False)["region"].sum()
-    waits = shared.groupby(["pass", "name"], sort=False)[["wait", "region"]].sum()
+    shared = per_thread[team > 1]
+    asked = _asked(shared, threads)
+    alone = per_thread[team == 1].groupby(["pass", "name"], sort=False)["region"].sum()
+    of_asked = shared[["wait", "region"]].mul(asked, axis=0)
+    waits = of_asked.groupby([shared["pass"], shared["name"]], sort=False).sum()
     columns = Columns(WAITS)
     for number, name in waits.index.union(alone.index, sort=False):
         wait, region = waits.loc[(number, name)] if (number, name) in waits.index else (0.0, 0.0)
         columns.add(number, name, float(wait), float(region), float(alone.get((number, name), 0.0)))
     timeline.waits = columns.frame()
-    totals = shared.groupby(["process", "thread", "name"])[["busy", "wait", "region"]].sum().reset_index()
+    keys = ["source", "process", "thread", "name"]
+    totals = shared[asked].groupby(keys)[["busy", "wait", "region"]].sum().reset_index()
     timeline.thread_waits = totals.rename(
         columns={"name": "group", "busy": "busy_ns", "wait": "wait_ns", "region": "region_ns"}
     ).astype({"busy_ns": "float64", "wait_ns": "float64", "group": "category"})
@@ -356,8 +421,8 @@ def _inside(rows: pd.DataFrame, outer: pd.DataFrame) -> pd.Series:
     neighbours)."""
     pd = pandas()
     result = pd.Series(False, index=rows.index)
-    for process, mine in outer.groupby("process"):
-        own = rows[rows["process"] == process]
+    for (source, process), mine in outer.groupby(["source", "process"]):
+        own = rows[(rows["source"] == source) & (rows["process"] == process)]
         begins, ends = mine["begin_ns"].to_numpy(), mine["end_ns"].cummax().to_numpy()
         at = begins.searchsorted(own["begin_ns"].to_numpy(), side="right") - 1
         result.loc[own.index] = (at >= 0) & (own["end_ns"].to_numpy() <= ends[at.clip(min=0)])

@@ -62,28 +62,31 @@ def _drawn(ranges: pd.DataFrame) -> pd.DataFrame:
     return pd.concat([cpu[(top & ~frame) | inner], ranges[gpu]])
 
 
-def _panel(timeline: Timeline, title: str, begin: int, end: int, process: int | None) -> _Panel | None:
+def _panel(
+    timeline: Timeline, title: str, begin: int, end: int, process: tuple[int, int] | None
+) -> _Panel | None:
+    """What runs from begin to end, of one source and process or of all."""
     ranges = timeline.ranges
     inside = (ranges["end_ns"] > begin) & (ranges["begin_ns"] < end)
     if process is not None:
-        inside &= ranges["process"] == process
+        inside &= (ranges["source"] == process[0]) & (ranges["process"] == process[1])
     window = ranges[inside]
     if window.empty:
         return None
     drawn = _drawn(window)
     if drawn.empty:
         return None
-    several = drawn["process"].nunique() > 1
     gpu = drawn["kind"].isin(GPU_KINDS)
-    keys = sorted(set(zip(gpu, drawn["process"], drawn["thread"], strict=True)))
+    key_of = list(zip(gpu, drawn["source"], drawn["process"], drawn["thread"], strict=True))
+    keys = sorted(set(key_of))
     row_of = {key: row for row, key in enumerate(keys[:MOST_ROWS])}
+    files, processes = drawn["source"].nunique() > 1, drawn["process"].nunique() > 1
     rows = []
-    for on_gpu, pid, thread in keys[:MOST_ROWS]:
-        label = f"stream {thread}" if on_gpu else timeline.thread_label(pid, thread)
-        rows.append(shortened(f"{pid}: {label}" if several else label, 24))
-    drawn = drawn.assign(
-        row=[row_of.get(key, -1) for key in zip(gpu, drawn["process"], drawn["thread"], strict=True)]
-    )
+    for on_gpu, source, pid, thread in keys[:MOST_ROWS]:
+        label = f"stream {thread}" if on_gpu else timeline.thread_label(pid, thread, source)
+        whose = [f"file {source + 1}"] * files + [f"{pid}"] * processes
+        rows.append(shortened(": ".join([*whose, label]), 24))
+    drawn = drawn.assign(row=[row_of.get(key, -1) for key in key_of])
     groups = window[window["kind"] == "group"].sort_values("begin_ns")
     return _Panel(title, begin, end, drawn[drawn["row"] >= 0], groups, rows, len(keys) - len(rows))
 
@@ -98,7 +101,8 @@ def _typical(timeline: Timeline) -> list[_Panel]:
         layer = f" of {shortened(one['layer'])}" if one["layer"] else ""
         name = f"{shortened(str(step))} {one['index']}{layer}"
         title = f"{name}: {shown(one['total_ns'])}, nearest to the median of {len(mine):,}"
-        panel = _panel(timeline, title, int(one["begin_ns"]), int(one["end_ns"]), int(one["process"]))
+        process = int(one["source"]), int(one["process"])
+        panel = _panel(timeline, title, int(one["begin_ns"]), int(one["end_ns"]), process)
         if panel is not None:
             panels.append(panel)
     return panels[:_MOST_PANELS]

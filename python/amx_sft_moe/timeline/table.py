@@ -20,8 +20,11 @@ if TYPE_CHECKING:
 # Kinds of ranges. Those of CPU_KINDS nest on their thread as push/pop ranges do.
 CPU_KINDS = ("step", "group", "phase", "nvtx", "range")
 GPU_KINDS = ("kernel", "copy")
+PASS_KINDS = (*CPU_KINDS, "member")  # of which passes, phases and waiting are worked out
+TEAM_KINDS = ("step", "group", "member", "phase")  # of our own passes, in which a team of threads takes part
 
-# Column types: q 64-bit integer, d double, s string stored once.
+# Column types: q 64-bit integer, d double, s string stored once. Ranges and waiting by thread also get a column
+# "source" (row of Timeline.sources) once they are read: processes of two machines may have the same number.
 RANGES = {
     # step, group, phase, nvtx, range, startend, osrt, kernel, copy, runtime, member (a thread's part of a
     # group)
@@ -69,7 +72,8 @@ _OTHER_NAMES = "(other names)"
 
 @dataclass(frozen=True)
 class Bounds:
-    """How much is kept. The readers stop keeping ranges at `ranges` and say so; sums per pass go on."""
+    """How much is kept. The readers stop keeping ranges at `ranges` and say so; sums per pass go on where the
+    file has them, and end with the last whole pass where they are worked out from the ranges."""
 
     ranges: int = 2_000_000  # some 150 MB of tables, up to 800 MB while reports are made
     names: int = 200_000  # distinct strings a column; the rest is "(other names)"
@@ -161,12 +165,13 @@ class Timeline:
     sources: list[Source]
     notes: list[str] = field(default_factory=list)  # what was left out, laid out or assumed
     limits: dict[str, float] = field(default_factory=dict)  # peak_gflops, bandwidth_gbs where known
-    thread_names: dict[tuple[int, int], str] = field(default_factory=dict)
+    thread_names: dict[tuple[int, int, int], str] = field(default_factory=dict)  # by source, process, thread
     laid_out: bool = False  # positions of phases inside their regions are not measured
+    left_out_from: dict[int, int] = field(default_factory=dict)  # see Collector; of one file only
 
-    def thread_label(self, process: int, thread: int) -> str:
+    def thread_label(self, process: int, thread: int, source: int = 0) -> str:
         """The file's name for a thread, else its number."""
-        return self.thread_names.get((process, thread), f"{thread}")
+        return self.thread_names.get((source, process, thread), f"{thread}")
 
 
 class Collector:
@@ -187,6 +192,7 @@ class Collector:
         self.thread_names: dict[tuple[int, int], str] = {}
         self.laid_out = False
         self.left_out = 0  # ranges beyond the bound
+        self.left_out_from: dict[int, int] = {}  # by process, when the first of those that make passes begins
         self._kept = 0
         self._limited = False
         self._indices: dict[tuple[Any, ...], int] = {}
@@ -194,10 +200,18 @@ class Collector:
     def add_range(self, *values: Any) -> None:
         """One range, in the order of RANGES, unless the bound is reached."""
         if self._kept >= self.bounds.ranges:
-            self.left_out += 1
+            self._leave_out(*values)
             return
         self._kept += 1
         self.ranges.add(*values)
+
+    def _leave_out(
+        self, kind: str, _name: str, _category: str, process: int, _thread: int, begin: int, *_rest: Any
+    ) -> None:
+        self.left_out += 1
+        # The files of some programs are not in order of time.
+        if kind in PASS_KINDS and begin < self.left_out_from.get(process, begin + 1):
+            self.left_out_from[process] = begin
 
     def next_index(self, *of: Any) -> int:
         """0, 1, 2, ... for each combination: the number of a pass where the file does not say it."""
@@ -231,24 +245,30 @@ class Collector:
         if self.left_out:
             self.note(
                 f"{self.left_out:,} ranges beyond the bound of {self.bounds.ranges:,} were left out of the "
-                "table of ranges (--max-ranges); --filter-time, --filter-name and --filter-thread choose others"
+                "table of ranges (--max-ranges); --filter-time and --filter-name choose others"
             )
         threads = Columns(THREAD_WAITS)
         for (process, thread, group), sums in sorted(self.thread_waits.items()):
             threads.add(process, thread, group, *sums)
         return Timeline(
-            self.ranges.frame(),
+            self._of_this_source(self.ranges),
             self.passes.frame(),
             self.phases.frame(),
             self.waits.frame(),
-            threads.frame(),
+            self._of_this_source(threads),
             self.counters.frame(),
             [self.source],
             self.notes,
             self.limits,
-            self.thread_names,
+            {(self.number, *key): name for key, name in self.thread_names.items()},
             self.laid_out,
+            self.left_out_from,
         )
+
+    def _of_this_source(self, columns: Columns) -> pd.DataFrame:
+        table = columns.frame()
+        table["source"] = pandas().Series(self.number, index=table.index, dtype="int32")
+        return table
 
 
 def concatenate(parts: list[Timeline]) -> Timeline:

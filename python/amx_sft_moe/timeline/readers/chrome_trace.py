@@ -3,19 +3,17 @@
 
 from __future__ import annotations
 
-import math
 from pathlib import Path
 from typing import Any
 
 from ..filters import Filters
 from ..names import step_kind
 from ..table import NOT_KNOWN, UNKNOWN, Collector
-from .json_lines import open_unpacked, real, text_of, whole
+from .json_lines import BAD, open_unpacked, real, text_of, whole
 from .json_stream import TraceEvents
 
 _NS_PER_US = 1000
 _MOST_OPEN = 100_000  # begin events without their end
-_BAD = (KeyError, TypeError, ValueError, OverflowError)
 
 _KINDS = {
     "step": "step",
@@ -103,7 +101,7 @@ class _Reader:
         layer, flop, size = text_of(args.get("layer", "")), _amount(args, "flop"), _amount(args, "bytes")
         if kind == "step":
             self._pass(category, layer, process, thread, begin, end, args)
-        if self._filters.keeps(name, thread, begin, end):
+        if self._filters.keeps_for_passes(kind, name, thread, begin, end):
             self._into.add_range(kind, name, category, process, thread, begin, end, UNKNOWN, layer, flop, size)
 
     def _team(self, process: int, thread: int) -> set[int]:
@@ -165,7 +163,7 @@ class _Reader:
         self._range({**opened, "args": args}, begin, _nanoseconds(event["ts"]), kind)
 
     def event(self, event: dict[str, Any]) -> None:
-        """One event; raises what _BAD lists for one that cannot be used."""
+        """One event; raises what BAD lists for one that cannot be used."""
         kind = event.get("ph")
         if kind == "X":
             begin = _nanoseconds(event["ts"])
@@ -212,13 +210,21 @@ class _Reader:
         return self._open_count
 
 
+def _limit(value: Any) -> float | None:
+    """A measured limit; None where the value is none."""
+    try:
+        return real(value) if value > 0 else None
+    except BAD:
+        return None
+
+
 def _limits(header: dict[str, Any], into: Collector) -> None:
     """Facts and measured limits of `otherData`."""
     other = header.get("otherData")
     for key, value in (other if isinstance(other, dict) else {}).items():
-        number = isinstance(value, (int, float)) and not isinstance(value, bool)
-        if key in ("peak_gflops", "bandwidth_gbs") and number and value > 0 and math.isfinite(value):
-            into.limits[key] = float(value)
+        limit = _limit(value) if key in ("peak_gflops", "bandwidth_gbs") else None
+        if limit is not None:
+            into.limits[key] = limit
         elif len(into.source.facts) < 50 and isinstance(value, (str, int, float, bool)):
             into.source.facts[text_of(key)[:100]] = text_of(str(value))[:200]
     for key in ("traceName", "host_name"):
@@ -235,7 +241,7 @@ def read(path: Path, into: Collector, filters: Filters) -> None:
         for event in events:
             try:
                 reader.event(event)
-            except (*_BAD, AttributeError):
+            except BAD:
                 reader.bad += 1
     reader.count_threads()
     _limits(events.header, into)

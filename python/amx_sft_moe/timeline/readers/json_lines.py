@@ -15,16 +15,18 @@ import zlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, BinaryIO, cast
+from typing import Any, BinaryIO, TypeVar, cast
 
 from ..filters import Filters
 from ..names import is_total, step_kind
 from ..table import NOT_KNOWN, UNKNOWN, Collector
 
+_Time = TypeVar("_Time", int, float)
+
 _NS_PER_MS = 1e6
 _LARGEST = 1 << 61  # what is beyond cannot be a time, and the sum of two must fit a column
 _MOST_COMPLAINTS = 3
-_BAD = (KeyError, TypeError, ValueError, AttributeError, OverflowError, RecursionError)
+BAD = (KeyError, TypeError, ValueError, AttributeError, OverflowError, RecursionError)  # what damage raises
 _END = "amx_sft_moe.end/1"  # of the last line of a recording that reached its limit
 
 
@@ -47,6 +49,21 @@ def real(value: Any) -> float:
     if not math.isfinite(value):
         raise ValueError(f"{value} is no amount")
     return float(value)
+
+
+def _span(what: str, begin: Any, end: Any) -> tuple[int, int]:
+    """Begin and end of something as integers; raises ValueError too where it ends before it begins."""
+    first, last = whole(begin), whole(end)
+    if last < first:
+        raise ValueError(f"a {what} ends before it begins")
+    return first, last
+
+
+def _length(time: _Time) -> _Time:
+    """The same time; raises ValueError where it is below zero."""
+    if time < 0:
+        raise ValueError("a time below zero")
+    return time
 
 
 def text_of(value: Any) -> str:
@@ -121,7 +138,7 @@ def _thread_ranges(thread: dict[str, Any], begin: int, end: int, busy: dict[str,
     left = dict(busy)
     at = begin
     for name, span_begin, span_end, *_ in thread.get("spans") or []:
-        span_begin, span_end = whole(span_begin), whole(span_end)
+        span_begin, span_end = _span("span", span_begin, span_end)
         sums.ranges.append(("phase", text_of(name), number, span_begin, span_end))
         left[text_of(name)] = left.get(text_of(name), 0) - (span_end - span_begin)
         at = max(at, span_end)
@@ -138,7 +155,7 @@ def _thread_ranges(thread: dict[str, Any], begin: int, end: int, busy: dict[str,
 def _region(region: dict[str, Any], sums: _Sums) -> None:
     """Adds one region to the sums of its pass."""
     group = text_of(region["group"])
-    begin, end = whole(region["begin_ns"]), whole(region["end_ns"])
+    begin, end = _span("region", region["begin_ns"], region["end_ns"])
     threads = region.get("threads") or []
     # The form before step/1 does not say so; there a region of one thread is serial work.
     parallel = bool(region.get("parallel", len(threads) > 1))
@@ -147,8 +164,8 @@ def _region(region: dict[str, Any], sums: _Sums) -> None:
     sums.serial[group] = sums.serial.get(group, 0.0) + (0.0 if parallel else end - begin)
     region_busy: dict[str, int] = {}
     for thread in threads:
-        own_begin, own_end = whole(thread["begin_ns"]), whole(thread["end_ns"])
-        busy = {text_of(name): whole(ns) for name, ns in (thread.get("busy_ns") or {}).items()}
+        own_begin, own_end = _span("thread's part", thread["begin_ns"], thread["end_ns"])
+        busy = {text_of(name): _length(whole(ns)) for name, ns in (thread.get("busy_ns") or {}).items()}
         for name, ns in busy.items():
             region_busy[name] = region_busy.get(name, 0) + ns
         if parallel:
@@ -164,7 +181,7 @@ def _region(region: dict[str, Any], sums: _Sums) -> None:
 
 def _phase_rows(record: dict[str, Any], sums: _Sums) -> list[tuple[str, float, float, float, float]]:
     """Name, wall, busy, flop and bytes of each phase of a pass; the file's own wall times where it has them."""
-    named = {text_of(k): real(v) * _NS_PER_MS for k, v in (record.get("phases_ms") or {}).items()}
+    named = {text_of(k): _length(real(v)) * _NS_PER_MS for k, v in (record.get("phases_ms") or {}).items()}
     wall = {name: ns for name, ns in named.items() if not is_total(name)} or sums.wall
     flop = {name: real(v) for name, v in (record.get("phases_flop") or {}).items()}
     size = {name: real(v) for name, v in (record.get("phases_bytes") or {}).items()}
@@ -178,7 +195,8 @@ def _add(record: dict[str, Any], into: Collector, filters: Filters) -> None:
     """One line. Everything is read before anything is added, so that a bad line leaves nothing behind."""
     step = step_kind(text_of(record["step"]))
     begin = whole(record["begin_ns"])
-    end = whole(record["end_ns"] if "end_ns" in record else begin + real(record["total_ms"]) * _NS_PER_MS)
+    end = record["end_ns"] if "end_ns" in record else begin + real(record["total_ms"]) * _NS_PER_MS
+    begin, end = _span("pass", begin, end)
     # total_ms is the same, rounded.
     total = float(end - begin) if "end_ns" in record else real(record["total_ms"]) * _NS_PER_MS
     sums = _Sums()
@@ -264,7 +282,7 @@ def read(path: Path, into: Collector, filters: Filters) -> None:
                     into.note_limit()
                 else:
                     _add(record, into, filters)
-            except _BAD as error:
+            except BAD as error:
                 bad += 1
                 what = f"no {error}" if isinstance(error, KeyError) else str(error) or type(error).__name__
                 if len(complaints) < _MOST_COMPLAINTS:

@@ -79,6 +79,8 @@ class TraceEvents:
                 if not may_be_cut:
                     self._at = max(error.pos, self._at + 1)
                     raise _BrokenError from None
+            except ValueError:  # an integer of more digits than Python converts; it does not say where
+                raise _BrokenError from None
             else:
                 # A number at the end of the buffer may go on behind it.
                 if end < len(self._text) or isinstance(value, (dict, list, str)):
@@ -171,9 +173,12 @@ class TraceEvents:
                 ) from None
             self.cut = True
         if not found and "traceEvents" in self.header:
+            try:
+                shown = json.dumps(self.header["traceEvents"])[:40]
+            except RecursionError:
+                shown = "values inside each other"
             raise TimelineError(
-                f"{self._path}: expected an array under traceEvents, got "
-                f"{json.dumps(self.header['traceEvents'])[:40]}: no Chrome trace"
+                f"{self._path}: expected an array under traceEvents, got {shown}: no Chrome trace"
             )
         if not found:
             keys = ", ".join(list(self.header)[:5]) or "no keys"

@@ -102,7 +102,7 @@ class _Reader:
         end: int,
         size: float = NOT_KNOWN,
     ) -> None:
-        if self._filters.keeps(name, thread, begin, end):
+        if self._filters.keeps_for_passes(kind, name, thread, begin, end):
             self._into.add_range(
                 kind, name, category, process, thread, begin, end, UNKNOWN, "", NOT_KNOWN, size
             )
