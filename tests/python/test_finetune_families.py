@@ -202,19 +202,18 @@ def test_a_diverged_adapter_replaces_none(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(cli, "parse", lambda argv: replace(wanted, learning_rate=1e300))
     assert cli.main([]) == 1
     message = (
-        r"error: training has diverged: expected a finite adapter, got numbers .* --learning-rate than 1e\+300"
+        r"error: training has diverged: expected a finite loss, got nan in step 3 of 3: nothing was kept, .* "
+        r"is as it was; try a smaller --learning-rate than 1e\+300"
     )
     assert re.search(message, capsys.readouterr().err)
     assert {path.name: path.read_bytes() for path in out.rglob("*") if path.is_file()} == before
     trained = Trained(1, 1, 1, 1)
-    for losses, said in (
-        ([1.0, float("nan")], "a held-out loss of nan"),
-        ([float("inf"), 1.0], "inf before LoRA"),
-    ):
-        curve = Curve(held_out=list(enumerate(losses)))
-        adapted = stages.Adapted(torch.nn.Linear(2, 2), {}, trained, curve)
-        with pytest.raises(FinetuneError, match=said):
-            stages.keep(wanted, None, None, adapted, None)
+    adapted = stages.Adapted(torch.nn.Linear(2, 2), {}, trained, Curve(held_out=[(0, 1.0), (3, float("nan"))]))
+    with pytest.raises(FinetuneError, match=r"a held-out loss of nan: nothing was kept, .* --learning-rate"):
+        stages.keep(wanted, None, None, adapted, None)
+    torch.nn.init.constant_(adapted.model.bias, float("inf"))
+    with pytest.raises(FinetuneError, match="numbers that are not finite in bias"):
+        stages.keep(wanted, None, None, adapted, None)
 
 
 def test_tokens_that_the_model_does_not_know(tmp_path):

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import signal
+import tempfile
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -99,24 +101,46 @@ def interruptible() -> Iterator[None]:
     signal.signal(signal.SIGINT, before)
 
 
-@pytest.mark.usefixtures("interruptible")
-def test_an_interrupt_waits_until_both_are_in_place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+class Stopped(BaseException):
+    """SIGTERM has reached the handler that was there before the command."""
+
+
+def stop(number: int, frame: object) -> None:
+    raise Stopped
+
+
+@pytest.fixture
+def terminable() -> Iterator[None]:
+    """A handler of SIGTERM, without which it would end the tests."""
+    before = signal.signal(signal.SIGTERM, stop)
+    yield
+    signal.signal(signal.SIGTERM, before)
+
+
+@pytest.mark.usefixtures("interruptible", "terminable")
+@pytest.mark.parametrize(
+    ("number", "raised"), [(signal.SIGINT, KeyboardInterrupt), (signal.SIGTERM, Stopped)], ids=["INT", "TERM"]
+)
+def test_an_interrupt_waits_until_both_are_in_place(
+    number: signal.Signals, raised: type[BaseException], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     own = earlier_run(tmp_path)
     exchange, exchanged = files.exchange, []
 
     def interrupted(first: Path, second: Path) -> None:
-        signal.raise_signal(signal.SIGINT)
+        signal.raise_signal(number)
         exchanged.append(second.name)
         exchange(first, second)
 
     monkeypatch.setattr(files, "exchange", interrupted)
     with opened(tmp_path, with_base=True) as out:
         fill(out)
-        with pytest.raises(KeyboardInterrupt):
+        with pytest.raises(raised):
             out.keep()
     assert sorted(exchanged) == ["adapter", "base-model"]
     assert content(tmp_path) == {**NEW, **own}
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    assert signal.getsignal(signal.SIGTERM) is stop
 
 
 def occupied(tmp_path: Path) -> Path:
@@ -202,24 +226,63 @@ def test_a_full_disk_is_an_error_of_the_command(
     assert "error: [Errno 28] No space left on device" in capsys.readouterr().err
 
 
+@pytest.mark.usefixtures("interruptible", "terminable")
+@pytest.mark.parametrize(
+    ("number", "status", "word"),
+    [(signal.SIGINT, 130, "interrupted"), (signal.SIGTERM, 143, "terminated")],
+    ids=["INT", "TERM"],
+)
 def test_a_base_alone_does_not_appear(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    number: signal.Signals,
+    status: int,
+    word: str,
+    tmp_path: Path,
+    tmp_path_factory: pytest.TempPathFactory,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
-    """Ctrl-C between base and adapter: what the run before left still belongs together."""
+    """Stopped between base and adapter: what the run before left still belongs together."""
     own = earlier_run(tmp_path)
     before = content(tmp_path)
+    scratch = tmp_path_factory.mktemp("scratch")
+    monkeypatch.setattr(tempfile, "tempdir", str(scratch))
 
     def train(*arguments: object, title: str, **rest: object) -> Curve:
         if title.strip() == "LoRA":
             assert any(path.name.startswith("base-model.partial") for path in tmp_path.iterdir())
-            raise KeyboardInterrupt
+            assert any(path.name.startswith("amx-sft-moe-") for path in scratch.iterdir())
+            try:
+                signal.raise_signal(number)
+            finally:
+                if number == signal.SIGTERM:
+                    signal.raise_signal(number)  # as `timeout` does; without effect
         return Curve(held_out=[(0, 1.0)])
 
     monkeypatch.setattr(stages, "train", train)
-    assert cli.main(["--quick", "--output", str(tmp_path)]) == 130
+    assert cli.main(["--quick", "--output", str(tmp_path)]) == status
+    assert not any(path.name.startswith("amx-sft-moe-") for path in scratch.iterdir())
+    assert signal.getsignal(signal.SIGTERM) is stop
     assert content(tmp_path) == before
     assert own.items() <= before.items()
     said = capsys.readouterr()
-    assert "what was not finished is not on disk" in said.err
+    assert f"{word}; what was not finished is not on disk" in said.err
     assert f"the adapter in {tmp_path} is replaced once the new one is trained" in said.out
     assert {path.name for path in tmp_path.iterdir()} == {"adapter", "base-model", "todo", *REPORTS}
+
+
+@pytest.mark.usefixtures("terminable")
+def test_sigterm_stays_ignored_and_belongs_to_the_main_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[object] = []
+
+    def run(*arguments: object) -> None:
+        seen.append(signal.getsignal(signal.SIGTERM))
+        raise FinetuneError("seen")
+
+    monkeypatch.setattr(job, "run", run)
+    thread = threading.Thread(target=cli.main, args=([],))
+    thread.start()
+    thread.join()
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    assert cli.main([]) == 1
+    assert seen == [stop, signal.SIG_IGN]
+    assert signal.getsignal(signal.SIGTERM) is signal.SIG_IGN

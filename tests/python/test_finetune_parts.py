@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import ast
 import json
+import os
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -10,11 +12,11 @@ import pytest
 import torch
 from transformers.modeling_outputs import CausalLMOutput
 
-from amx_sft_moe.finetune import adapter, comparison, hook, model, tables
+from amx_sft_moe.finetune import adapter, comparison, hook, model, report, tables
 from amx_sft_moe.finetune import clock as clock_module
 from amx_sft_moe.finetune.clock import ExpertClock
 from amx_sft_moe.finetune.comparison import Lane
-from amx_sft_moe.finetune.errors import FinetuneError
+from amx_sft_moe.finetune.errors import DivergedError, FinetuneError
 from amx_sft_moe.finetune.options import Options, parse
 from amx_sft_moe.finetune.packing import Encoded, pack
 from amx_sft_moe.finetune.results import write_metrics, write_text
@@ -78,6 +80,7 @@ class TestOptions:
             ["--model", ""],  # to Path the current directory
             ["--data", ""],
             ["--output", ""],
+            *([flag, os.fsdecode(b"o\xff")] for flag in ("--output", "--data", "--model", "--cache-dir")),
             ["--unknown"],
         ],
     )
@@ -86,6 +89,18 @@ class TestOptions:
             parse(arguments)
         assert raised.value.code == 2
         assert arguments[0] in capsys.readouterr().err
+
+    def test_a_directory_that_is_not_utf8_is_refused_too(self, tmp_path, monkeypatch, capsys):
+        folder = tmp_path / os.fsdecode(b"o\xff")
+        folder.mkdir()
+        monkeypatch.chdir(folder)
+        for arguments in ([], ["--output", "out"]):
+            with pytest.raises(SystemExit, match="2"):
+                parse(arguments)
+            assert r"--output: expected a path in UTF-8, got " in capsys.readouterr().err
+        (tmp_path / "ünïcode").mkdir()
+        monkeypatch.chdir(tmp_path / "ünïcode")
+        assert parse(["--output", "out"]).output == Path("out")
 
     def test_all_but_the_experts_is_in_what_torch_multiplies_fast(self, monkeypatch):
         for fast, dense in ((True, "bfloat16"), (False, "float32")):
@@ -265,22 +280,75 @@ class _Losses(torch.nn.Module):
         return CausalLMOutput(loss=self.weight.square().sum(), logits=logits)
 
 
-@pytest.mark.parametrize(("rows", "tokens"), [(2, 16), (3, 24), (6, 24)])
-def test_a_step_counts_the_tokens_that_it_saw(rows, tokens, tmp_path):
+def trained(model, scratch, rows=3, steps=2):
+    """The curve of a short training."""
     blocks = pack([Encoded([n] * 8, [-100] + [n] * 7) for n in range(10, 10 + rows)], 8, padding_id=1)
-    curve = train(
-        _Losses(),
+    return train(
+        model,
         blocks,
         blocks,
-        title="",
-        steps=2,
+        title="  LoRA",
+        steps=steps,
         batch_size=3,
         learning_rate=1e-3,
         seed=0,
-        scratch=tmp_path,
+        scratch=scratch,
     )
+
+
+@pytest.mark.parametrize(("rows", "tokens"), [(2, 16), (3, 24), (6, 24)])
+def test_a_step_counts_the_tokens_that_it_saw(rows, tokens, tmp_path):
+    curve = trained(_Losses(), tmp_path, rows=rows)
     assert len(curve.step_seconds) == 2
     assert curve.tokens_per_step == tokens
+
+
+@pytest.mark.parametrize("steps", [1, 2, 3])
+def test_however_few_steps_train_something(steps, tmp_path):
+    model = _Losses()
+    assert len(trained(model, tmp_path, steps=steps).losses) == steps
+    assert (model.weight < 1).all()
+
+
+class _Diverging(_Losses):
+    """Its loss in training is no number from the third step on."""
+
+    steps = 0
+
+    def forward(self, input_ids, labels=None, position_ids=None, use_cache=None):
+        found = super().forward(input_ids)
+        if self.training:
+            self.steps += 1
+            found.loss = found.loss * (1.0 if self.steps < 3 else self.broken)
+        return found
+
+
+@pytest.mark.parametrize("broken", [float("nan"), float("inf")])
+def test_a_loss_that_is_no_number_ends_the_training(broken, tmp_path, capsys):
+    model = _Diverging()
+    model.broken = broken
+    message = f"training has diverged: expected a finite loss, got {broken} in step 3 of 9$"
+    with pytest.raises(DivergedError, match=message):
+        trained(model, tmp_path, steps=9)
+    assert model.steps == 3
+    assert "loss 0.000" not in capsys.readouterr().err
+
+
+def test_a_model_without_a_loss_is_not_trained(tmp_path):
+    model = _Diverging()
+    torch.nn.init.constant_(model.weight, float("nan"))
+    with pytest.raises(FinetuneError, match="a finite held-out loss before LoRA, got nan: nothing was kept"):
+        trained(model, tmp_path)
+    assert model.steps == 0
+
+
+@pytest.mark.parametrize("name", ["my-model", "it's", 'a "model"', "back\\slash", "{base}", "ünïcode"])
+def test_the_lines_that_load_the_adapter_run_from_any_directory(name, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for model_folder, base in ((Path(name), tmp_path / name), (None, tmp_path / name / "base-model")):
+        lines = ast.parse(report.loading(Options(model=model_folder, output=Path(name))))
+        texts = [node.value for node in ast.walk(lines) if isinstance(node, ast.Constant)]
+        assert [text for text in texts if text != "auto"] == [str(base), str(tmp_path / name / "adapter")]
 
 
 @pytest.mark.parametrize(

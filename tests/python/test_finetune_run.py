@@ -77,9 +77,7 @@ def test_it_leaves_exactly_what_it_says(made):
     assert {"config.json", "model.safetensors", "tokenizer.json"} <= files(made.output / "base-model")
     assert (made.output / "finetune.png").read_bytes().startswith(b"\x89PNG")
     config = json.loads((made.output / "adapter" / "adapter_config.json").read_text())
-    assert config["base_model_name_or_path"] == str(
-        Path("finetune-output", "base-model")
-    )  # not where it was made
+    assert config["base_model_name_or_path"] == str(made.output / "base-model")  # not where it was made
 
 
 def test_nothing_but_progress_is_on_standard_error(made):
@@ -151,6 +149,13 @@ def test_the_backward_is_told_phase_by_phase(made):
     assert times["phases"]["D2_quantize"] == 0
 
 
+@pytest.mark.parametrize("run", ["made", "own"])
+def test_the_report_loads_the_adapter_from_any_directory(run, request, tmp_path):
+    report = (request.getfixturevalue(run).output / "report.md").read_text()
+    lines = re.search(r"```python\n(.*?)```", report, re.DOTALL)[1]
+    subprocess.run([sys.executable, "-c", lines], check=True, cwd=tmp_path, env=ENVIRONMENT, timeout=120)
+
+
 def test_a_checkpoint_and_a_file_of_ones_own(own):
     assert files(own.output) == {
         "adapter",
@@ -166,6 +171,7 @@ def test_a_checkpoint_and_a_file_of_ones_own(own):
     assert own.metrics["adapter"]["stock_loss"] == pytest.approx(own.metrics["adapter"]["loss"], abs=5e-3)
     config = json.loads((own.output / "adapter" / "adapter_config.json").read_text())
     assert config["r"] == 2
+    assert Path(config["base_model_name_or_path"]).is_absolute()
 
 
 def test_the_same_seed_gives_the_same_run(own, made, tmp_path):

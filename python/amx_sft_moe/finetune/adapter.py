@@ -25,7 +25,8 @@ from .packing import TokenBlocks
 
 def save_adapter(model: PeftModel, tokenizer: PreTrainedTokenizerBase, folder: Path, base: Path) -> str:
     """Writes the adapter in PEFT's format, a pair of factors per expert and projection, and the tokenizer, into
-    an empty folder. `base` is where its model will lie, which may not be where it was loaded from.
+    an empty folder. `base` is where its model will lie, which may not be where it was loaded from; the adapter
+    names its absolute path, whatever directory it is loaded from.
 
     Where that form cannot hold the adapter it is written fused, as PEFT itself does it, and the reason is
     returned.
@@ -40,7 +41,7 @@ def save_adapter(model: PeftModel, tokenizer: PreTrainedTokenizerBase, folder: P
         model.save_pretrained(folder)
         (folder / "README.md").unlink(missing_ok=True)  # an empty form, which would replace the user's own
     config = read_json(folder / CONFIG)
-    save_json({**config, "base_model_name_or_path": str(base)}, folder / CONFIG)
+    save_json({**config, "base_model_name_or_path": str(base.resolve())}, folder / CONFIG)
     tokenizer.save_pretrained(folder)
     return reason
 

@@ -3,12 +3,43 @@
 from __future__ import annotations
 
 import os
+import signal
 import sys
+import threading
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from types import FrameType
 
 from .errors import FinetuneError
 from .options import parse
+
+
+class _Terminated(KeyboardInterrupt):
+    """SIGTERM: whatever makes way for Ctrl-C makes way for it."""
+
+
+def _terminate(number: int, frame: FrameType | None) -> None:
+    signal.signal(number, signal.SIG_IGN)  # `timeout` sends it twice: the second would break off the tidying up
+    raise _Terminated
+
+
+@contextmanager
+def _sigterm_interrupts() -> Iterator[None]:
+    """SIGTERM, which batch systems and `kill` send, raises _Terminated within: nothing half done stays behind.
+
+    Where it is ignored it stays so, as Python has it with Ctrl-C; afterwards its handler is the one of before.
+    """
+    before = signal.getsignal(signal.SIGTERM)
+    in_main = threading.current_thread() is threading.main_thread()  # only there handlers can be set
+    if not in_main or before == signal.SIG_IGN:
+        yield
+        return
+    signal.signal(signal.SIGTERM, _terminate)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before or signal.SIG_DFL)
 
 
 def _prepare_environment() -> None:
@@ -34,20 +65,22 @@ def _quiet_libraries() -> None:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Exit status: 0 done; 1 the user can mend it, or all is written but stock PEFT could not read the adapter
-    (standard error says what); 2 wrong options; 130 Ctrl-C."""
+    (standard error says what); 2 wrong options; 130 Ctrl-C; 143 SIGTERM."""
     _prepare_environment()
     try:
-        options = parse(list(sys.argv[1:] if argv is None else argv))  # imports torch where options are right
-        from . import job  # imports torch and transformers
+        with _sigterm_interrupts():
+            options = parse(list(sys.argv[1:] if argv is None else argv))  # imports torch for right options
+            from . import job  # imports torch and transformers
 
-        _quiet_libraries()
-        found = job.run(options)
+            _quiet_libraries()
+            found = job.run(options)
     except (FinetuneError, OSError) as error:  # OSError: a disk that fills up, a file that disappears
         sys.stderr.write(f"\nerror: {error}\n")
         return 1
-    except KeyboardInterrupt:
-        sys.stderr.write("\ninterrupted; what was not finished is not on disk\n")
-        return 130
+    except KeyboardInterrupt as stop:
+        word, status = ("terminated", 143) if isinstance(stop, _Terminated) else ("interrupted", 130)
+        sys.stderr.write(f"\n{word}; what was not finished is not on disk\n")
+        return status
     if found.adapter.stock_error:
         sys.stderr.write(f"\nerror: {found.adapter.stock_error}\n")
         return 1

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -215,10 +216,22 @@ def _dense_dtype(dtype: str) -> str:
     return str(dense_dtype_of("auto", getattr(torch, dtype))).removeprefix("torch.")
 
 
+def _require_utf8(command: argparse.ArgumentParser, paths: dict[str, Path]) -> None:
+    """Refuses what safetensors and tokenizers cannot write to, which they say only after training."""
+    for name, path in paths.items():
+        absolute = os.path.realpath(path)  # the current directory may be what is not UTF-8
+        try:
+            absolute.encode("utf-8")
+        except UnicodeEncodeError:
+            command.error(f"--{name.replace('_', '-')}: expected a path in UTF-8, got {absolute!r}")
+
+
 def parse(argv: list[str]) -> Options:
     """The options of a command line. Exits with argparse's message and status 2 where it is not valid."""
     command = parser()
     given = {name: value for name, value in vars(command.parse_args(argv)).items() if value is not None}
+    paths = {name: value for name, value in given.items() if isinstance(value, Path)}
+    _require_utf8(command, {"output": Options().output, **paths})
     if "model" in given and "base_steps" in given:
         command.error(f"--base-steps: expected no --model, whose base is not trained, got {given['model']}")
     if "cache_dir" in given and "model" not in given:

@@ -88,15 +88,17 @@ def opened(folder: Path, with_base: bool) -> Iterator[Output]:
 
 @contextmanager
 def _undisturbed() -> Iterator[None]:
-    """Ctrl-C waits for the end of the block: half of two folders would be a base beside another's adapter."""
+    """Ctrl-C and SIGTERM wait for the end: half of two folders would be a base beside another's adapter."""
     if threading.current_thread() is not threading.main_thread():  # only that one is interrupted
         yield
         return
     came: list[int] = []
-    before = signal.signal(signal.SIGINT, lambda number, frame: came.append(number))
+    waiting = (signal.SIGINT, signal.SIGTERM)
+    before = [signal.signal(each, lambda number, frame: came.append(number)) for each in waiting]
     try:
         yield
     finally:
-        signal.signal(signal.SIGINT, before or signal.SIG_DFL)
-        if came:
-            signal.raise_signal(signal.SIGINT)
+        for each, handler in zip(waiting, before, strict=True):
+            signal.signal(each, handler or signal.SIG_DFL)
+        for number in dict.fromkeys(came):
+            signal.raise_signal(number)

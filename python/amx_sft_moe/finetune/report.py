@@ -5,16 +5,17 @@ from __future__ import annotations
 from pathlib import Path
 
 from .comparison import Lane
-from .options import OURS
+from .options import OURS, Options
+from .output import ADAPTER, BASE
 from .results import Results, write_text
 from .tables import Row, duration, loss, markdown_table, milliseconds
 
-LOADING = """\
+_LOADING = """\
 from peft import PeftModel
 from transformers import AutoModelForCausalLM
 
-base = AutoModelForCausalLM.from_pretrained("{base}", dtype="auto")
-model = PeftModel.from_pretrained(base, "adapter")
+base = AutoModelForCausalLM.from_pretrained({base!r}, dtype="auto")
+model = PeftModel.from_pretrained(base, {adapter!r})
 """
 
 Table = tuple[Row, list[Row]]
@@ -87,6 +88,12 @@ def _facts(results: Results) -> str:
     return "\n".join(lines)
 
 
+def loading(options: Options) -> str:
+    """Python that loads the adapter, wherever it is run: paths are absolute."""
+    base = options.model or options.output / BASE
+    return _LOADING.format(base=str(base.resolve()), adapter=str((options.output / ADAPTER).resolve()))
+
+
 def markdown(results: Results, picture: str) -> str:
     """The whole report. `picture` is the file name of the picture beside it."""
     parts = ["# A fine-tuning run", _facts(results), f"![Losses and step times]({picture})"]
@@ -119,7 +126,7 @@ def markdown(results: Results, picture: str) -> str:
         written,
         markdown_table(*adapter_table(results)),
         *([f"```\n{results.adapter.stock_error}\n```"] if results.adapter.stock_error else []),
-        f"```python\n{LOADING.format(base=results.options.model or 'base-model')}```",
+        f"```python\n{loading(results.options)}```",
         "## Time",
         markdown_table(
             ("stage", "time"),

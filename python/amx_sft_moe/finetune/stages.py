@@ -14,7 +14,7 @@ from transformers import PreTrainedTokenizerBase
 
 from . import adapter, comparison, corpus, hook, jsonl, model, packing, report, results
 from .corpus import Document, Example
-from .errors import FinetuneError
+from .errors import DivergedError, FinetuneError
 from .model import Trained
 from .options import OURS, TORCH_GROUPED, Options
 from .output import ADAPTER, BASE, Output
@@ -181,17 +181,20 @@ def train_adapter(options: Options, base: Base, tokens: Tokens, scratch: Path, s
     say.fact("trained", f"{experts}, {trained.attention:,} on attention, rank {options.rank}, fp32")
     say.fact("frozen", f"{trained.frozen:,} parameters in {options.dtypes}")
     start = model.adapter_state(adapted)
-    curve = train(
-        adapted,
-        tokens.training,
-        tokens.held_out,
-        title="  LoRA",
-        steps=options.steps,
-        batch_size=options.batch_size,
-        learning_rate=options.learning_rate,
-        seed=options.seed,
-        scratch=scratch,
-    )
+    try:
+        curve = train(
+            adapted,
+            tokens.training,
+            tokens.held_out,
+            title="  LoRA",
+            steps=options.steps,
+            batch_size=options.batch_size,
+            learning_rate=options.learning_rate,
+            seed=options.seed,
+            scratch=scratch,
+        )
+    except DivergedError as error:
+        raise FinetuneError(f"{error}: {_advice(options)}") from error
     _say_curve(say, curve)
     return Adapted(adapted, start, trained, curve)
 
@@ -212,20 +215,21 @@ def keep(options: Options, out: Output, base: Base, adapted: Adapted, say: Termi
 
 
 def _require_finite(options: Options, adapted: Adapted) -> None:
-    before, after = adapted.curve.held_out[0][1], adapted.curve.held_out[-1][1]
-    if not math.isfinite(before):
-        raise FinetuneError(
-            f"expected a model with a finite held-out loss, got {before} before LoRA: nothing was kept, "
-            f"{options.output} is as it was"
-        )
+    """FinetuneError where the last step, of which no training loss tells, has broken the adapter."""
+    after = adapted.curve.held_out[-1][1]
     state = model.adapter_state(adapted.model)
     broken = [name for name, tensor in state.items() if not bool(tensor.isfinite().all())]
     if math.isfinite(after) and not broken:
         return
     found = f"numbers that are not finite in {broken[0]}" if broken else f"a held-out loss of {after}"
-    raise FinetuneError(
-        f"training has diverged: expected a finite adapter, got {found}: it was not kept, {options.output} is "
-        f"as it was; try a smaller --learning-rate than {options.learning_rate:g}"
+    raise FinetuneError(f"training has diverged: expected a finite adapter, got {found}: {_advice(options)}")
+
+
+def _advice(options: Options) -> str:
+    """What to know, and to do, after LoRA has diverged."""
+    return (
+        f"nothing was kept, {options.output} is as it was; try a smaller --learning-rate than "
+        f"{options.learning_rate:g}"
     )
 
 

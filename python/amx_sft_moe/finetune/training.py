@@ -23,6 +23,7 @@ from transformers import (
     default_data_collator,
 )
 
+from .errors import DivergedError, FinetuneError
 from .held_out import held_out_loss
 from .packing import TokenBlocks
 
@@ -81,8 +82,14 @@ class _Progress(TrainerCallback):
     ) -> None:
         if not logs or "loss" not in logs:
             return
-        self.curve.losses.append(float(logs["loss"]))
+        found = float(logs["loss"])
         done = state.global_step
+        if not math.isfinite(found):  # nor will a later one be: the weights have it
+            raise DivergedError(
+                f"training has diverged: expected a finite loss, got {found} in step {done:,} of "
+                f"{state.max_steps:,}"
+            )
+        self.curve.losses.append(found)
         if done % self.evaluate_every == 0 and done < state.max_steps:
             self.curve.held_out.append((done, self.evaluate()))
         if self.bar is not None:
@@ -129,6 +136,8 @@ def train(
     `blocks` [N, L] are shuffled by `seed` in each pass. The held-out loss is taken before, at most
     EVALUATIONS - 1 times on the way, and after. The same arguments give the same weights, bit for
     bit. `scratch` is the Trainer's own folder; nothing is left in it.
+
+    Raises FinetuneError where the model has no finite loss to begin with, DivergedError once a step has none.
     """
     rows = min(batch_size, len(blocks))  # fewer blocks are one short batch
     curve = Curve(tokens_per_step=blocks.tokens / len(blocks) * rows)
@@ -136,7 +145,12 @@ def train(
     def evaluate() -> float:
         return held_out_loss(model, held_out.tensors(), batch_size)
 
-    curve.held_out.append((0, evaluate()))
+    before = evaluate()
+    if not math.isfinite(before):
+        raise FinetuneError(
+            f"expected a finite held-out loss before {title.strip()}, got {before}: nothing was kept"
+        )
+    curve.held_out.append((0, before))
     progress = _Progress(title, curve, evaluate, math.ceil(steps / EVALUATIONS))
     arguments = TrainingArguments(
         output_dir=str(scratch),
@@ -144,12 +158,13 @@ def train(
         per_device_train_batch_size=batch_size,
         learning_rate=learning_rate,
         lr_scheduler_type="cosine",
-        warmup_steps=max(steps // 20, 1),
+        warmup_steps=min(max(steps // 20, 1), steps - 1),  # the first of them has learning rate 0
         max_grad_norm=1.0,
         weight_decay=0.0,
         optim="adamw_torch_fused",
         adam_beta2=0.95,
         logging_steps=1,
+        logging_nan_inf_filter=False,  # it would log 0 for a loss that is none
         save_strategy="no",
         report_to="none",
         disable_tqdm=True,  # the bar is ours
