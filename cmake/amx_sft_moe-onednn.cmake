@@ -7,6 +7,7 @@
 #
 # Header and library are looked for by name: Debian's package files (libdnnl-dev) want OpenCL's development
 # files.
+cmake_policy(VERSION 3.24) # and not what the oldest CMake of who calls find_package did with variables
 set(AMX_SFT_MOE_ONEDNN AUTO CACHE STRING "Kernel onednn: AUTO, ON or OFF")
 set(AMX_SFT_MOE_ONEDNN_ROOT "" CACHE PATH "Prefix of oneDNN, where it is not the system's")
 set_property(CACHE AMX_SFT_MOE_ONEDNN PROPERTY STRINGS AUTO ON OFF)
@@ -70,3 +71,15 @@ if(AMX_SFT_MOE_ONEDNN AND NOT TARGET amx_sft_moe::onednn)
       "${AMX_SFT_MOE_ONEDNN_LIBRARY}")
   endif()
 endif()
+
+# find_package(amx_sft_moe COMPONENTS onednn)
+foreach(_amx_sft_moe_component IN LISTS amx_sft_moe_FIND_COMPONENTS)
+  if(_amx_sft_moe_component STREQUAL "onednn" AND TARGET amx_sft_moe::onednn)
+    set(amx_sft_moe_onednn_FOUND TRUE)
+  elseif(amx_sft_moe_FIND_REQUIRED_${_amx_sft_moe_component})
+    set(amx_sft_moe_FOUND FALSE)
+    string(CONCAT amx_sft_moe_NOT_FOUND_MESSAGE "expected no component but onednn, which is there where oneDNN is found, "
+                                                "got ${_amx_sft_moe_component}")
+  endif()
+endforeach()
+unset(_amx_sft_moe_component)

@@ -52,7 +52,9 @@ struct Step {
   std::vector<float> x, grad_y, weights, y, grad_x;
   std::vector<std::int64_t> ids;
 
-  explicit Step(const LayerShape& shape) : hidden(shape.hidden), top_k(std::min<index_t>(4, shape.experts)) {
+  static index_t top_k_of(const LayerShape& shape) { return std::min<index_t>(4, shape.experts); }
+
+  explicit Step(const LayerShape& shape) : hidden(shape.hidden), top_k(top_k_of(shape)) {
     std::mt19937 random(2);
     std::normal_distribution<float> normal;
     const auto size = static_cast<std::size_t>(kTokens * hidden);
@@ -90,12 +92,13 @@ std::uint64_t bits(const std::vector<float>& values) {
 }
 
 void run_layer(const LayerShape& shape, const sft::AnyBaseWeights& weights) {
-  Step step(shape);
   const sft::Config config{.num_experts = shape.experts,
-                           .top_k = step.top_k,
+                           .top_k = Step::top_k_of(shape),
                            .hidden_size = shape.hidden,
                            .intermediate_size = shape.intermediate};
-  const auto experts = sft::make_sft_moe("auto", config, weights);
+  const auto experts =
+      sft::make_sft_moe("auto", config, weights);  // refuses what no layer can have, before memory
+  Step step(shape);
   std::cout << shape.experts << " experts, H " << shape.hidden << ", I " << shape.intermediate << ", "
             << shape.dtype << ", kernel " << experts->kernel_name() << "\n";
   const double first = step.run(*experts), second = step.run(*experts);

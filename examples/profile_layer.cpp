@@ -200,6 +200,7 @@ void print_threads(const StepRecord& record) {
   for (std::size_t t = 0; t < busy.size(); ++t) {
     std::printf("  thread %-3zu busy %10.3f ms, waiting %10.3f ms\n", t, busy[t], waiting[t]);
   }
+  if (busy.empty()) return;  // compiled with AMX_SFT_MOE_NO_TIMER
   std::printf("  imbalance %.1f %%, %zu synchronisation points\n",
               100 * (*std::max_element(busy.begin(), busy.end()) / Timing::mean(busy) - 1),
               record.sync_points());

@@ -115,5 +115,21 @@ TEST(Parallel, ThreadsRoundAsTheirCaller) {
   EXPECT_EQ(modes_of_the_threads(), usual);
 }
 
+#ifdef _OPENMP
+TEST(DefaultNumThreads, IsTheTeamThatARegionWouldHave) {
+  const int before = omp_get_max_threads(), levels = omp_get_max_active_levels();
+  omp_set_num_threads(3);
+  EXPECT_EQ(amx_sft_moe::parallel::default_num_threads(), 3);
+  omp_set_max_active_levels(1);
+  int inside = 0;
+#pragma omp parallel num_threads(2)
+#pragma omp single
+  inside = amx_sft_moe::parallel::default_num_threads();
+  EXPECT_EQ(inside, 1);
+  omp_set_max_active_levels(levels);
+  omp_set_num_threads(before);
+}
+#endif
+
 }  // namespace
 }  // namespace sft_test

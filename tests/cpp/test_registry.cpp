@@ -170,6 +170,17 @@ TEST(RegistryOfKernels, AutoIsTheFirstAvailable) {
   EXPECT_NO_THROW(resolve_kernel("auto", DType::kBf16));
 }
 
+// Whichever of the two a list of one's own names first.
+TEST(RegistryOfKernels, FmaGoesBeforeSlowDotProducts) {
+  using amx_sft_moe::kernels::Avx512Bf16;
+  using Fma = amx_sft_moe::kernels::Avx512<amx_sft_moe::bf16>;
+  if (!amx_sft_moe::arch::cpu_features().slow_dpbf16) GTEST_SKIP() << "VDPBF16PS is not slow on this CPU";
+  EXPECT_EQ((amx_sft_moe::list_kernels<amx_sft_moe::kernels::KernelList<Fma, Avx512Bf16>>().front().name),
+            Fma::kName);
+  EXPECT_EQ((amx_sft_moe::list_kernels<amx_sft_moe::kernels::KernelList<Avx512Bf16, Fma>>().front().name),
+            Fma::kName);
+}
+
 TEST(RegistryOfKernels, UnknownNamesAreRefusedWithThoseAvailable) {
   expect_refused<KernelError>([] { resolve_kernel("amx_fp64", DType::kBf16); },
                               {"kernel", "portable", "amx_fp64"});

@@ -61,5 +61,14 @@ TEST(Sizes, StridesBeyondAnAddressSpace) {
   EXPECT_FALSE(reaches({2, std::numeric_limits<index_t>::min()}, {1, 0}, {1, 0}));
 }
 
+TEST(Sizes, CopiesBeyondAnAddressSpace) {
+  constexpr index_t kMost = index_t{1} << 57, kLargest = std::numeric_limits<index_t>::max();
+  EXPECT_TRUE(addressable({{{kMost, 0}, {1, 0}, {1, 0}}}));
+  EXPECT_TRUE(addressable({{{2, 0}, {kMost / 2, 0}, {0, 1}}}));
+  EXPECT_FALSE(addressable({{{kMost + 1, 0}, {1, 0}, {1, 0}}}));
+  EXPECT_FALSE(addressable({{{2, 0}, {kMost / 2 + 1, 0}, {1, 1}}}));
+  EXPECT_FALSE(addressable({{{kLargest, 0}, {kLargest, 0}, {kLargest, 0}}}));
+}
+
 }  // namespace
 }  // namespace sft_test

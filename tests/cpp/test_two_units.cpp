@@ -4,6 +4,7 @@
 #include <gtest/gtest.h>
 
 #include <cstdint>
+#include <limits>
 #include <string>
 #include <typeinfo>
 #include <vector>
@@ -47,6 +48,15 @@ TEST(TwoUnits, OneWithoutOpenMpHasBodiesOfItsOwn) {
   EXPECT_NE(serial.size_of_single_threaded, sizeof(amx_sft_moe::parallel::SingleThreaded));
   EXPECT_NE(serial.provider_type, typeid(amx_sft_moe::KernelProvider).name());
 #endif
+}
+
+TEST(TwoUnits, OneForOtherCpusHasBodiesOfItsOwn) {
+  EXPECT_STRNE(provider_type_with_flags(), typeid(amx_sft_moe::KernelProvider).name());
+}
+
+TEST(TwoUnits, OneOfFastMathRefusesNaN) {
+  if (!amx_sft_moe::arch::cpu_features().avx2) GTEST_SKIP() << "no AVX2";
+  EXPECT_FALSE(takes_nan_with_flags(std::numeric_limits<float>::quiet_NaN()));
 }
 
 TEST(TwoUnits, NamespaceSaysTheVersion) {

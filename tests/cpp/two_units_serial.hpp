@@ -1,4 +1,5 @@
-// What the unit of test_two_units that is compiled without OpenMP says of itself, in types of no library.
+// What the units of test_two_units that are compiled without OpenMP, or with other flags, say of themselves, in types of no
+// library.
 #pragma once
 
 #include <cstddef>
@@ -15,5 +16,7 @@ struct SerialUnit {
 
 std::vector<float> run_tiny_layer_serially();
 SerialUnit serial_unit();
+const char* provider_type_with_flags();
+bool takes_nan_with_flags(float nan);  // runs on CPUs with AVX2
 
 }  // namespace sft_test

@@ -14,6 +14,7 @@
 //   AMX_SFT_MOE_NO_TIMER   compile the phase recorder and the NVTX ranges out
 //   AMX_SFT_MOE_NO_NVTX    compile the NVTX ranges out; also the case where the NVTX headers are not found
 //   _OPENMP                the compiler's own (-fopenmp): parallel/tasks.hpp has other bodies without it
+//   -mavx, -mfma, -ffast-math and what implies them: all bodies are other ones, with other roundings or for other CPUs
 #define AMX_SFT_MOE_ABI_VERSION v0_1
 #if defined(AMX_SFT_MOE_NO_TIMER)
 #define AMX_SFT_MOE_ABI_TIMER _no_timer
@@ -32,11 +33,25 @@
 #else
 #define AMX_SFT_MOE_ABI_THREADS _serial
 #endif
-#define AMX_SFT_MOE_JOIN_(a, b, c, d) a##b##c##d
-#define AMX_SFT_MOE_JOIN(a, b, c, d) AMX_SFT_MOE_JOIN_(a, b, c, d)
+#if defined(__AVX512F__)
+#define AMX_SFT_MOE_ABI_CPU _avx512
+#elif defined(__FMA__)
+#define AMX_SFT_MOE_ABI_CPU _fma
+#elif defined(__AVX__)
+#define AMX_SFT_MOE_ABI_CPU _avx
+#else
+#define AMX_SFT_MOE_ABI_CPU
+#endif
+#if defined(__FAST_MATH__)
+#define AMX_SFT_MOE_ABI_MATH _fast_math
+#else
+#define AMX_SFT_MOE_ABI_MATH
+#endif
+#define AMX_SFT_MOE_JOIN_(a, b, c, d, e, f) a##b##c##d##e##f
+#define AMX_SFT_MOE_JOIN(a, b, c, d, e, f) AMX_SFT_MOE_JOIN_(a, b, c, d, e, f)
 #define AMX_SFT_MOE_ABI                                                                  \
   AMX_SFT_MOE_JOIN(AMX_SFT_MOE_ABI_VERSION, AMX_SFT_MOE_ABI_TIMER, AMX_SFT_MOE_ABI_NVTX, \
-                   AMX_SFT_MOE_ABI_THREADS)
+                   AMX_SFT_MOE_ABI_THREADS, AMX_SFT_MOE_ABI_CPU, AMX_SFT_MOE_ABI_MATH)
 #define AMX_SFT_MOE_TEXT_(name) #name
 #define AMX_SFT_MOE_TEXT(name) AMX_SFT_MOE_TEXT_(name)
 

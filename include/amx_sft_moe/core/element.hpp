@@ -25,10 +25,18 @@ constexpr float to_float(float value) {
   return value;
 }
 
+// By its bits: with -ffast-math std::isfinite() and comparisons take every number for one that is.
+constexpr bool is_finite(float value) {
+  return (std::bit_cast<std::uint32_t>(value) & 0x7f800000U) != 0x7f800000U;
+}
+constexpr bool is_nan(float value) {
+  return (std::bit_cast<std::uint32_t>(value) & 0x7fffffffU) > 0x7f800000U;
+}
+
 // Round to nearest, ties to even; a NaN stays a (quiet) NaN.
 constexpr bf16 to_bf16(float value) {
   const auto bits = std::bit_cast<std::uint32_t>(value);
-  if ((bits & 0x7fffffffU) > 0x7f800000U) return bf16{static_cast<std::uint16_t>((bits >> 16) | 0x40U)};
+  if (is_nan(value)) return bf16{static_cast<std::uint16_t>((bits >> 16) | 0x40U)};
   return bf16{static_cast<std::uint16_t>((bits + 0x7fffU + ((bits >> 16) & 1U)) >> 16)};
 }
 

@@ -70,12 +70,14 @@ inline bool elements_overlap(std::array<Extent, 3> dims) {
 }
 
 // Whether a tensor of such strides, in elements, fits in an address space: what goes on with offsets in bytes relies on
-// it. Virtual addresses of x86-64 have 57 bits.
+// it; and, where strides of 0 repeat elements, a copy of it too. Virtual addresses of x86-64 have 57 bits.
 inline bool addressable(const std::array<Extent, 3>& dims) {
   constexpr index_t kMost = index_t{1} << 57;
-  index_t reach = 0;
+  index_t reach = 0, elements = 1;
   for (const Extent& dim : dims) {
     if (dim.count <= 1) continue;
+    if (dim.count > kMost / elements) return false;
+    elements *= dim.count;
     const index_t most = (kMost - reach) / (dim.count - 1);
     if (dim.stride > most || dim.stride < -most) return false;
     reach += (dim.count - 1) * std::abs(dim.stride);
@@ -92,8 +94,12 @@ struct Footprint {
   Footprint() = default;
   Footprint(const void* data, index_t element_size, std::array<Extent, 3> elements)
       : begin(reinterpret_cast<std::uintptr_t>(data)), element(element_size), dims(elements) {
+    // Of nothing strides may be anything: no number is made of them.
+    if (std::any_of(dims.begin(), dims.end(), [](const Extent& dim) { return dim.count <= 0; })) {
+      *this = {};
+      return;
+    }
     for (Extent& dim : dims) {
-      if (dim.count <= 0) element = 0;
       dim.stride = dim.count > 1 ? dim.stride * element_size : 0;
       if (dim.stride >= 0) continue;
       begin -= static_cast<std::uintptr_t>(-dim.stride * (dim.count - 1));

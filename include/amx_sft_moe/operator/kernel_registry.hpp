@@ -146,7 +146,7 @@ std::vector<KernelInfo> list_kernels() {
   };
   const auto dot = place_of(kernels::Avx512Bf16::kName);
   const auto fma = place_of(kernels::Avx512<bf16>::kName);
-  if (dot != kernels.end() && fma != kernels.end()) std::swap(*dot, *fma);
+  if (dot != kernels.end() && fma != kernels.end() && dot < fma) std::swap(*dot, *fma);
   return kernels;
 }
 

@@ -1,7 +1,6 @@
 // The contract's checks. Each names the argument and both values, and runs before anything is changed.
 #pragma once
 
-#include <cmath>
 #include <limits>
 
 #include "amx_sft_moe/core/overlap.hpp"
@@ -24,10 +23,10 @@ inline void config(const Config& config) {
   require_at_most("num_threads", kMaxThreads, config.num_threads);
   if (config.max_tokens) require_at_least("max_tokens", 0, *config.max_tokens);
   if (const auto* clamped = std::get_if<ClampedGlu>(&config.activation)) {
-    if (!(clamped->limit > 0.0F)) {
+    if (is_nan(clamped->limit) || !(clamped->limit > 0.0F)) {
       throw ArgumentError(concat("activation.limit: expected a positive number, got ", clamped->limit));
     }
-    if (!std::isfinite(clamped->alpha)) {
+    if (!is_finite(clamped->alpha)) {
       throw ArgumentError(concat("activation.alpha: expected a finite number, got ", clamped->alpha));
     }
   }
@@ -103,7 +102,7 @@ inline void adapter(std::string_view name, const LoraAdapter& adapter, index_t e
     throw ArgumentError(concat(name, ".b: expected a factor beside ", name, ".a, got null"));
   expert_tensor(concat(name, ".a"), adapter.a, experts, adapter.rank(), in);
   expert_tensor(concat(name, ".b"), adapter.b, experts, out, adapter.rank());
-  if (!std::isfinite(adapter.scaling)) {
+  if (!is_finite(adapter.scaling)) {
     throw ArgumentError(concat(name, ".scaling: expected a finite number, got ", adapter.scaling));
   }
 }
@@ -237,7 +236,7 @@ inline void gradients(const Gradients& grads, index_t tokens, const Config& conf
   weight_gradient("grads.weights.gate", grads.weights.gate, config.num_experts, inner, config.hidden_size);
   weight_gradient("grads.weights.up", grads.weights.up, config.num_experts, inner, config.hidden_size);
   weight_gradient("grads.weights.down", grads.weights.down, config.num_experts, config.hidden_size, inner);
-  if (!std::isfinite(grads.scale)) {
+  if (!is_finite(grads.scale)) {
     throw ArgumentError(concat("grads.scale: expected a finite number, got ", grads.scale));
   }
 }

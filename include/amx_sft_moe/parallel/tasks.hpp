@@ -25,9 +25,12 @@ inline constexpr int kMaxThreads = 4096;
 
 namespace parallel {
 
+// As many as a region that the calling thread starts now would have: one within another region, unless OpenMP is told to
+// nest them.
 inline int default_num_threads() {
 #ifdef _OPENMP
-  return omp_get_max_threads();
+  if (omp_get_active_level() >= omp_get_max_active_levels()) return 1;
+  return omp_get_max_threads() < omp_get_thread_limit() ? omp_get_max_threads() : omp_get_thread_limit();
 #else
   return 1;
 #endif

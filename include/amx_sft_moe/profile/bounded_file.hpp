@@ -2,13 +2,14 @@
 #pragma once
 
 #include <fcntl.h>
-#include <sys/file.h>
 #include <sys/stat.h>
 #include <unistd.h>
 
 #include <cstdint>
+#include <filesystem>
 #include <string>
 #include <string_view>
+#include <system_error>
 #include <utility>
 
 #include "amx_sft_moe/profile/pipe_writer.hpp"
@@ -26,7 +27,7 @@ class BoundedFile {
   BoundedFile() = default;
   // `head` opens an empty file, `end` is the end mark.
   BoundedFile(std::string path, std::int64_t limit_bytes, std::string head, std::string end)
-      : path_(std::move(path)), limit_(limit_bytes), head_(std::move(head)), end_(std::move(end)) {}
+      : path_(absolute(path)), limit_(limit_bytes), head_(std::move(head)), end_(std::move(end)) {}
 
   bool named() const { return !path_.empty(); }
   const std::string& path() const { return path_; }
@@ -56,7 +57,7 @@ class BoundedFile {
     const int file = open_file();
     if (file < 0) return;
     const Open open{file};
-    ::flock(file, LOCK_EX);  // where there are no locks, appending is atomic enough
+    const FileLock lock(file);  // where there are no locks, appending is atomic enough
     struct stat status {};
     if (::fstat(file, &status) != 0) return;
     if (!S_ISREG(status.st_mode)) return pipe_.write(file, record);
@@ -67,8 +68,15 @@ class BoundedFile {
  private:
   struct Open {
     int file;
-    ~Open() { ::close(file); }  // and unlocks
+    ~Open() { ::close(file); }
   };
+
+  // The file stays the same one when the process goes to another folder.
+  static std::string absolute(const std::string& path) {
+    std::error_code failed;
+    std::string found = path.empty() ? path : std::filesystem::absolute(path, failed).string();
+    return failed ? path : found;
+  }
 
   // O_NONBLOCK: to open a pipe that nobody reads fails, instead of waiting until somebody does.
   int open_file() const {

@@ -23,9 +23,9 @@ struct Domain {
 };
 using RegisteredString = ::nvtx3::v1::registered_string_in<Domain>;
 
-template <std::size_t... I>
-std::array<RegisteredString, sizeof...(I)> register_names(const auto& names, std::index_sequence<I...>) {
-  return {RegisteredString{names[I].data()}...};
+template <std::size_t... At>
+std::array<RegisteredString, sizeof...(At)> register_names(const auto& names, std::index_sequence<At...>) {
+  return {RegisteredString{names[At].data()}...};
 }
 
 // Registered once a process, as NVTX asks: tables of constants, not state of an operator. The names are

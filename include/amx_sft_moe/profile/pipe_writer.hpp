@@ -1,8 +1,11 @@
 // Records written to somebody who may not read them: a pipe or a terminal, or standard error, which may be either.
 #pragma once
 
+#include <fcntl.h>
 #include <poll.h>
 #include <signal.h>
+#include <sys/file.h>
+#include <sys/stat.h>
 #include <unistd.h>
 
 #include <cerrno>
@@ -43,6 +46,22 @@ class WriteSignalsHeldBack {
 
  private:
   sigset_t ours_, before_;
+};
+
+// The lock of an open file, among all who open it by name, in whatever thread or process.
+class FileLock {
+ public:
+  explicit FileLock(int file) : file_(file) {
+    while (::flock(file, LOCK_EX) != 0 && errno == EINTR) {
+    }
+  }
+  FileLock(const FileLock&) = delete;
+  FileLock& operator=(const FileLock&) = delete;
+  // Not left to close(): the child of a fork that came meanwhile has the file open too.
+  ~FileLock() { ::flock(file_, LOCK_UN); }
+
+ private:
+  int file_;
 };
 
 // A record is lost where the reader has left, and the rest of it where he takes nothing for kPatience: training goes on
@@ -89,6 +108,27 @@ class PipeWriter {
   }
 
   bool reader_stopped_ = false;
+};
+
+// Standard error, record by record. What is written to a pipe mixes where it is more than the pipe has room for: there
+// everybody takes the pipe's lock first. A file takes it as a whole.
+class StandardError {
+ public:
+  void write(std::string_view record) {
+    struct stat status {};
+    const bool is_pipe = ::fstat(STDERR_FILENO, &status) == 0 && S_ISFIFO(status.st_mode);
+    // Opened once more: threads and processes that share a descriptor would share its lock.
+    const int pipe = is_pipe ? ::open("/proc/self/fd/2", O_WRONLY | O_CLOEXEC | O_NONBLOCK) : -1;
+    if (pipe < 0) return writer_.write(STDERR_FILENO, record);
+    {
+      const FileLock lock(pipe);
+      writer_.write(STDERR_FILENO, record);
+    }
+    ::close(pipe);
+  }
+
+ private:
+  PipeWriter writer_;
 };
 
 AMX_SFT_MOE_NAMESPACE_END

@@ -99,16 +99,18 @@ class TimerOutput {
     const char* text = variable("AMX_SFT_MOE_TRACE_LIMIT");
     if (text == nullptr) return static_cast<std::int64_t>(256 * kMega);
     const std::string_view wanted(text);
+    // Neither nan nor inf, which comparisons may not see (-ffast-math).
+    const bool digits = wanted.find_first_not_of("0123456789.eE+-") == std::string_view::npos;
     double megabytes = 0;
     const auto read = std::from_chars(wanted.data(), wanted.data() + wanted.size(), megabytes);
-    if (read.ptr != wanted.data() + wanted.size() || !(megabytes > 0) || megabytes > kMostMegabytes)
+    if (!digits || read.ptr != wanted.data() + wanted.size() || !(megabytes > 0) || megabytes > kMostMegabytes)
       throw ArgumentError(concat("AMX_SFT_MOE_TRACE_LIMIT: expected a number of MB above 0, got ", text));
     return static_cast<std::int64_t>(megabytes * kMega);
   }
 
   void write_dump() {
     if (dumps_.named()) return dumps_.append(buffer_);
-    standard_error_.write(STDERR_FILENO, buffer_);
+    standard_error_.write(buffer_);
   }
 
   // Once for each thread that calls, and again in the child of a fork or when the team has grown.
@@ -122,7 +124,7 @@ class TimerOutput {
 
   Form form_ = Form::kNone;
   BoundedFile dumps_;  // without a name: standard error
-  PipeWriter standard_error_;
+  StandardError standard_error_;
   BoundedFile trace_;
   std::string buffer_;  // kept, so that a steady state does not allocate
   TraceLane lane_;

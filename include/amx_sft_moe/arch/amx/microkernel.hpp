@@ -166,9 +166,9 @@ struct AmxMicrokernel {
   }
 
   // f(std::integral_constant<int, i>) for each i: tile numbers are literals.
-  template <int... I, class F>
-  AMX_SFT_MOE_INLINE static void each(std::integer_sequence<int, I...>, F f) {
-    (f(std::integral_constant<int, I>{}), ...);
+  template <int... Ids, class F>
+  AMX_SFT_MOE_INLINE static void each(std::integer_sequence<int, Ids...>, F f) {
+    (f(std::integral_constant<int, Ids>{}), ...);
   }
 
   template <int RowTiles, int ColTiles>
