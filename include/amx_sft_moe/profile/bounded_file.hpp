@@ -26,7 +26,7 @@ class BoundedFile {
  public:
   BoundedFile() = default;
   // `head` opens an empty file, `end` is the end mark.
-  BoundedFile(std::string path, std::int64_t limit_bytes, std::string head, std::string end)
+  BoundedFile(const std::string& path, std::int64_t limit_bytes, std::string head, std::string end)
       : path_(absolute(path)), limit_(limit_bytes), head_(std::move(head)), end_(std::move(end)) {}
 
   bool named() const { return !path_.empty(); }
