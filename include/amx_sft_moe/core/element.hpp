@@ -25,7 +25,7 @@ constexpr float to_float(float value) {
   return value;
 }
 
-// By its bits: with -ffast-math std::isfinite() and comparisons take every number for one that is.
+// By its bits: with -ffast-math compilers take for granted that every number is finite, std::isfinite() too.
 constexpr bool is_finite(float value) {
   return (std::bit_cast<std::uint32_t>(value) & 0x7f800000U) != 0x7f800000U;
 }

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import os
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -257,6 +258,15 @@ def _stack(files: CheckpointFiles, parameter: str, parts: list[list[str]]) -> Ma
     return MappedStack([[files.tensor(name) for name in part] for part in parts], parameter)
 
 
+def require_all_weights(directory: Path, model: PreTrainedModel, report: Mapping[str, Any]) -> None:
+    """ArgumentError where transformers' report of loading misses a weight, which is then drawn at random."""
+    if lost := sorted(report["missing_keys"]):
+        raise ArgumentError(
+            f"{directory}: expected all weights of {type(model).__name__}, got no {lost[0]}"
+            + (f" and {len(lost) - 1} more" if len(lost) > 1 else "")
+        )
+
+
 def _load(
     architecture: type[PreTrainedModel],
     config: PreTrainedConfig,
@@ -282,11 +292,7 @@ def _load(
         **options,
     )
     model, report = loaded
-    if lost := sorted(report["missing_keys"]):
-        raise ArgumentError(
-            f"{directory}: expected all weights of {architecture.__name__}, got no {lost[0]}"
-            + (f" and {len(lost) - 1} more" if len(lost) > 1 else "")
-        )
+    require_all_weights(directory, model, report)
     # What PEFT writes into an adapter as its base.
     model.config.name_or_path = model.name_or_path = str(directory)
     return model

@@ -24,6 +24,7 @@ from transformers import (
 
 from amx_sft_moe.checkpoints import CheckpointFiles, meta_model, read_config, routed_experts
 from amx_sft_moe.checkpoints import load_model as load_mapped
+from amx_sft_moe.checkpoints.loading import require_all_weights
 from amx_sft_moe.checkpoints.plan import make_plan
 from amx_sft_moe.errors import ArgumentError, cause_of
 from amx_sft_moe.integrations.experts_hook import why_not
@@ -158,10 +159,8 @@ def load_stacked(folder: Path, dtype: torch.dtype, experts: str) -> PreTrainedMo
             local_files_only=True,
             output_loading_info=True,
         )
-    model, report = loaded
-    if lost := sorted(report["missing_keys"]):
-        names = lost[0] if len(lost) == 1 else f"{lost[0]} and {len(lost) - 1} more"
-        raise FinetuneError(f"{folder}: expected all weights of {type(model).__name__}, got no {names}")
+        model, report = loaded
+        require_all_weights(folder, model, report)
     for _, module in routed_experts(model):
         module.to(dtype)  # transformers 5.20 makes bfloat16 of mxfp4, whatever is asked for
     model.config.output_router_logits = False
