@@ -41,6 +41,8 @@ SHAPE, THREADS = "deepseek-v3", 60  # of the published profile
 PRODUCT, PRODUCT_LATENCY = 16, 52
 LOAD, LOAD_LATENCY = 8, 45
 STORE, ZERO, CONFIGURE = 16, 1, 200
+# Rows up to which gemm_nn multiplies weights as they lie, with twice the products.
+FEW_ROWS = 32
 # The core on which vector work was measured, a Zen 4: its peak of fp32 FMA is 117 GFLOP/s, 32 a cycle.
 MEASURED_GHZ = 3.67
 
@@ -86,14 +88,16 @@ def products_of(tasks: TaskList, region: str, task: Task) -> float:
     if region in tasklist.TOKEN_REGIONS or task.expert_rows == 0:
         return 0.0
     depth = (task.expert_rows + 31) // 32
+    # Of gemm_nn: LoRA's K of 16 fills half a step of packed rows, and a whole one of rows as they lie.
+    twice = 2 if m <= FEW_ROWS else 1
     k_steps = {
         ("gather", 0): 2 * tiles(r) * h / 32,
-        ("gate_up", 0): 2 * tiles(task.cols) * (h + 32) / 32,
-        ("down", 0): tiles(task.cols) * (i + 32) / 32,
-        ("scatter", 0): tiles(r) * h / 32,
-        ("grad_down", 0): tiles(task.cols) * (h + 32) / 32,
-        ("grad_activation", 0): 2 * tiles(r) * i / 32,
-        ("grad_gate_up", 0): tiles(task.cols) * (2 * i + 64) / 32,
+        ("gate_up", 0): 2 * tiles(task.cols) * (h / 32 + 1),
+        ("down", 0): tiles(task.cols) * (i / 32 + 1),
+        ("scatter", 0): twice * tiles(r) * h / 32,
+        ("grad_down", 0): tiles(task.cols) * (twice * h / 32 + 1),
+        ("grad_activation", 0): twice * 2 * tiles(r) * i / 32,
+        ("grad_gate_up", 0): tiles(task.cols) * (twice * 2 * i / 32 + 2),
     }
     if (region, task.kind) in k_steps:
         return k_steps[region, task.kind] * tiles(m)

@@ -1,11 +1,11 @@
 // How many AMX instructions each GEMM form executes, counted by the emulator. Counts follow from M, N, K alone:
 //   products         ceil(M/16) ceil(N/16) ceil(K/32) for each term
 //   loads            gemm_nn and gemm_tn: one per product in blocks of 2 x 2 tiles, 7/6 in strips of six, (t + 1) / t in
-//                    shorter ones; gemm_nt: weights once per six tiles of tokens, as memory is what it waits for,
-//                    but one per product where rows of weights are short
+//                    shorter ones; gemm_nt: weights once per six tiles of tokens, as memory is what it waits for
 //   accumulators     each stored once and never loaded, but where gemm_nn packs B in parts: once a part
 //   configurations   at most one per block shape, none inside the loop over K, none for the same shape again
-// and tiles are fitted to the tokens: columns of B and C in gemm_nt, rows of A and C in gemm_nn, K in gemm_tn.
+// and tiles are fitted to the tokens: columns of B and C in gemm_nt, rows of A and C in gemm_nn, K in gemm_tn. gemm_nn of up to
+// 32 rows packs nothing and waits for memory: it takes twice the products, and accumulators pass once a turn (FewRows).
 #include <gtest/gtest.h>
 
 #include <numeric>
@@ -51,12 +51,8 @@ std::uint64_t loads_of_step(index_t m, index_t n) {
   return tiles(rows) / 2 * (tiles(cols) / 2) * 4 + beside(rows, n - cols) + beside(cols, m - rows) + corner;
 }
 
-// The same where A, rows of k elements, is streamed: a tile of it is loaded once per six tiles of B; with one tile of B, two
-// of A meet it; short rows go by blocks of 2 x 2.
-std::uint64_t streamed_loads_of_step(index_t m, index_t n, index_t k) {
-  const auto pairs = [](index_t length) { return (tiles(length) + 1) / 2; };
-  if (n <= 16) return tiles(m) + pairs(m);
-  if (k <= arch::AmxMicrokernel::kShortRow) return tiles(m) * pairs(n) + pairs(m) * tiles(n);
+// The same where A is streamed: a tile of it is loaded once per six tiles of B.
+std::uint64_t streamed_loads_of_step(index_t m, index_t n) {
   return tiles(m) * (tiles(n) + (tiles(n) + 5) / 6);
 }
 
@@ -182,9 +178,9 @@ TEST_P(AmxCounts, GemmNt) {
     });
     expect_products(counted.counts, out, m, steps(k) + steps(rank));
     EXPECT_EQ(counted.counts.tileloadd + counted.counts.tileloaddt1,
-              streamed_loads_of_step(out, m, k) * (steps(k) + steps(rank)));
-    if (m <= 16) {  // tmm6 is B's tile, tmm0 an accumulator
-      EXPECT_EQ(counted.last_config.row_bytes[6], 4 * m);
+              streamed_loads_of_step(out, m) * (steps(k) + steps(rank)));
+    if (m <= 16) {  // tmm7 is B's tile, tmm0 an accumulator
+      EXPECT_EQ(counted.last_config.row_bytes[7], 4 * m);
       EXPECT_EQ(counted.last_config.row_bytes[0], 4 * m);
     }
     for (index_t i = 0; i < out; ++i) {
@@ -198,27 +194,46 @@ TEST_P(AmxCounts, GemmNt) {
   }
 }
 
+// The exact sum of grad w and v a.
+struct TwoTerms {
+  TwoTerms(index_t m, index_t n, index_t k, index_t rank) : grad(m, k), w(k, n), v(m, rank), a(rank, n) {}
+
+  std::array<gemm::NnTerm, 2> terms() const {
+    return {{{grad.source(), w.source(), w.rows}, {v.source(), a.source(), a.rows}}};
+  }
+  void expect(Counted& counted) const {
+    for (index_t i = 0; i < grad.rows; ++i) {
+      for (index_t j = 0; j < w.cols; ++j) {
+        float want = 0;
+        for (index_t p = 0; p < w.rows; ++p) want += grad.at(i, p) * w.at(p, j);
+        for (index_t p = 0; p < a.rows; ++p) want += v.at(i, p) * a.at(p, j);
+        ASSERT_EQ(counted.at(i, j), want) << i << ", " << j;
+      }
+    }
+  }
+  // By panels whatever the rows, as gemm_nn has it for more than a few.
+  Counted packed() const {
+    Counted counted(grad.rows, w.cols);
+    counted.run([&](auto& thread) {
+      gemm::product_of_panels<Kernel>(thread, grad.rows, w.cols, terms(),
+                                      [&](const gemm::Block& block) { counted.take(block); });
+    });
+    return counted;
+  }
+
+  Matrix grad, w, v, a;
+};
+
 TEST_P(AmxCounts, GemmNn) {
   const index_t m = GetParam();
   const index_t n = 96, k = 70, rank = 16;
-  const Matrix grad(m, k), w(k, n), v(m, rank), a(rank, n);
-  const std::array<gemm::NnTerm, 2> terms{{{grad.source(), w.source(), k}, {v.source(), a.source(), rank}}};
-  Counted counted(m, n);
-  counted.run([&](auto& thread) {
-    gemm::gemm_nn<Kernel>(thread, m, n, terms, [&](const gemm::Block& block) { counted.take(block); });
-  });
+  const TwoTerms product(m, n, k, rank);
+  Counted counted = product.packed();
   expect_economy(counted.counts, m, n, steps(k) + steps(rank));
   const bool strip = m % 32 > 0 && m % 32 <= 16;
   EXPECT_EQ(counted.last_config.rows[strip ? 6 : 5], in_last_tile(m)) << "rows of A's last tile";
   EXPECT_EQ(counted.last_config.rows[strip ? 0 : 2], in_last_tile(m)) << "rows of its accumulator";
-  for (index_t i = 0; i < m; ++i) {
-    for (index_t j = 0; j < n; ++j) {
-      float want = 0;
-      for (index_t p = 0; p < k; ++p) want += grad.at(i, p) * w.at(p, j);
-      for (index_t p = 0; p < rank; ++p) want += v.at(i, p) * a.at(p, j);
-      ASSERT_EQ(counted.at(i, j), want) << i << ", " << j;
-    }
-  }
+  product.expect(counted);
 }
 
 // A contraction whose B is packed in parts: accumulators are stored and loaded between them, and nothing else is more.
@@ -228,24 +243,47 @@ TEST_P(AmxCounts, GemmNnInParts) {
   const index_t fit = arch::kPackedBytes / (n * index_t{sizeof(bf16)});  // steps along K of a part at most
   const index_t k = fit + 40;
   ASSERT_LT(gemm::panel_depth<Kernel>(k + rank, n), k) << "two parts";
-  const Matrix grad(m, k), w(k, n), v(m, rank), a(rank, n);
-  const std::array<gemm::NnTerm, 2> terms{{{grad.source(), w.source(), k}, {v.source(), a.source(), rank}}};
-  Counted counted(m, n);
-  counted.run([&](auto& thread) {
-    gemm::gemm_nn<Kernel>(thread, m, n, terms, [&](const gemm::Block& block) { counted.take(block); });
-  });
+  const TwoTerms product(m, n, k, rank);
+  Counted counted = product.packed();
   const std::uint64_t c_tiles = tiles(m) * tiles(n), k_steps = steps(k) + steps(rank);
   EXPECT_EQ(counted.counts.tdpbf16ps, c_tiles * k_steps);
   EXPECT_EQ(counted.counts.tilezero, c_tiles);
   EXPECT_EQ(counted.counts.tilestored, 2 * c_tiles);
   EXPECT_EQ(counted.counts.tileloadd + counted.counts.tileloaddt1, loads_of_step(m, n) * k_steps + c_tiles);
-  for (index_t i = 0; i < m; ++i) {
-    for (index_t j = 0; j < n; ++j) {
-      float want = 0;
-      for (index_t p = 0; p < k; ++p) want += grad.at(i, p) * w.at(p, j);
-      for (index_t p = 0; p < rank; ++p) want += v.at(i, p) * a.at(p, j);
-      ASSERT_EQ(counted.at(i, j), want) << i << ", " << j;
-    }
+  product.expect(counted);
+}
+
+// Few rows, which multiply B as it lies: 16 steps along K and 32 columns a tile, a product for the even columns and one for the
+// odd ones. Each tile of B is loaded once; C passes once a turn of as many tiles of B as there are of rows, the last columns,
+// where they are no whole tile, once for each tile of B; A stays in its tiles where it has one of rows.
+TEST_P(AmxCounts, FewRows) {
+  const index_t m = GetParam();
+  if (m > Kernel::Microkernel::FewRows::kRows) GTEST_SKIP() << "not few";
+  const std::uint64_t row_tiles = tiles(m);
+  for (const auto& [n, k, rank] : {std::array<index_t, 3>{96, 70, 16}, {83, 96, 5}, {16, 160, 40}}) {
+    const TwoTerms product(m, n, k, rank);
+    Counted counted(m, n);
+    counted.run([&, columns = n](auto& thread) {
+      gemm::gemm_nn<Kernel>(thread, m, columns, product.terms(),
+                            [&](const gemm::Block& block) { counted.take(block); });
+    });
+    const auto turns_of = [&](index_t depth) {
+      return row_tiles == 1 ? tiles(depth) : static_cast<std::uint64_t>(depth / 32) + tiles(depth % 32);
+    };
+    const std::uint64_t turns = turns_of(k) + turns_of(rank), b_tiles = tiles(k) + tiles(rank);
+    const auto whole = static_cast<std::uint64_t>(n / 32), rest = std::uint64_t{n % 32 != 0};
+    const std::uint64_t products = 2 * row_tiles * (whole + rest) * b_tiles;
+    const std::uint64_t stores = 2 * row_tiles * (whole * turns + rest * b_tiles);
+    const std::uint64_t zeros = 2 * row_tiles * (whole + rest);
+    const std::uint64_t of_a = row_tiles == 1 ? 2 * turns : products;
+    EXPECT_EQ(counted.counts.tdpbf16ps, products);
+    EXPECT_EQ(counted.counts.tilezero, zeros) << "the first turn's";
+    EXPECT_EQ(counted.counts.tilestored, stores);
+    EXPECT_EQ(counted.counts.tileloadd + counted.counts.tileloaddt1,
+              (stores - zeros) + (whole + rest) * b_tiles + of_a);
+    EXPECT_LE(counted.counts.ldtilecfg, 4U) << "whole tiles and a rest, for each term";
+    EXPECT_EQ(counted.last_config.rows[row_tiles == 1 ? 0 : 2], in_last_tile(m));
+    product.expect(counted);
   }
 }
 

@@ -25,6 +25,7 @@ index_t columns(index_t rows, index_t cols) {
 TEST(Blocking, FewRowsOfTilesTakeWholeRowsOfWeights) {
   EXPECT_EQ(columns(1, 2880), 2880);
   EXPECT_EQ(columns(16, 7168), 7168);
+  EXPECT_EQ(columns(32, 7168), 7168);
   EXPECT_EQ(columns(16, 14336), 7168) << "or equal parts";
   EXPECT_EQ(columns(8, 20000), 6720);
 }
@@ -42,10 +43,10 @@ TEST(Blocking, FewExpertsOfFewRowsAreAlike) {
 }
 
 TEST(Blocking, MoreRowsTakeWholeRowsThatAreShort) {
-  EXPECT_EQ(columns(17, 2880), 2880);
-  EXPECT_EQ(columns(32, 3072), 3072);
-  EXPECT_EQ(columns(32, 3073), 2048);
-  EXPECT_EQ(columns(32, 7168), 2048);
+  EXPECT_EQ(columns(33, 2880), 2880);
+  EXPECT_EQ(columns(64, 3072), 3072);
+  EXPECT_EQ(columns(33, 3073), 2048);
+  EXPECT_EQ(columns(33, 7168), 2048);
 }
 
 TEST(Blocking, SumsStayInHalfOfL2) {
@@ -58,13 +59,24 @@ TEST(Blocking, ManyThreadsGetNarrowTasksOfWholePairsOfPanels) {
   for (const index_t cols : {768, 2048, 2880, 7168, 14336}) {
     index_t before = cols + gemm::Blocking::kMaxStripCols;
     for (const int threads : {1, 2, 8, 60, 400}) {
-      const index_t wide = kBlocking.nn_cols<Kernel>(kK, 32, cols, {4, 128, threads});
+      const index_t wide = kBlocking.nn_cols<Kernel>(kK, 40, cols, {4, 160, threads});
       EXPECT_EQ(wide % gemm::Blocking::kMinCols, 0) << cols << " columns, " << threads << " threads";
       EXPECT_GT(wide, 0);
       EXPECT_LE(wide, before);
       before = wide;
     }
   }
+}
+
+// Of gate and up, C of both is kept until it is whole.
+TEST(Blocking, RowsOfWeightsInStreams) {
+  const auto rows = [](index_t tokens, int threads) {
+    return kBlocking.nt_rows<Kernel>(tokens, 2048, {128, 128 * tokens, threads});
+  };
+  EXPECT_EQ(rows(1, 2), 384);
+  EXPECT_EQ(rows(340, 2), 384);
+  EXPECT_EQ(rows(352, 2), 192);
+  EXPECT_EQ(rows(1, 400), 96) << "many threads";
 }
 
 TEST(Blocking, WhatPassesTheCaches) {

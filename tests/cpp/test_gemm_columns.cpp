@@ -289,7 +289,7 @@ TYPED_TEST(GemmColumns, TokensBehindTheLastAreNotRead) {
 }
 
 // Whether B is read in place, held in registers or cut into strips is a matter of speed: a row of C has the same bits with
-// few rows beside it and with more.
+// few rows beside it and with more. But tiles that read B as it lies, one or two at a time, sum in other orders.
 TYPED_TEST(GemmColumns, TheWayOfAProductDoesNotShow) {
   using Weight = typename TypeParam::Weight;
   for (index_t i = 0; i < this->kMostRows * this->kMostK; ++i) {
@@ -307,8 +307,10 @@ TYPED_TEST(GemmColumns, TheWayOfAProductDoesNotShow) {
       return first_rows(this->nn(rows, kCols, terms), 8, kCols);
     };
     const auto tn = [&](index_t rows) { return first_rows(this->tn({rows, k, kCols}, b), 8, kCols); };
-    for (const index_t rows : {9, 12, 13, 64, 65}) {
-      EXPECT_EQ(nn(8), nn(rows)) << rows << " rows, K = " << k;
+    for (const index_t rows : {9, 12, 13, 16, 17, 32, 33, 64, 65}) {
+      index_t alike = 8;
+      if constexpr (gemm::FewRowsInPlace<TypeParam>) alike = rows <= 16 ? 8 : rows <= 32 ? 24 : 40;
+      EXPECT_EQ(nn(alike), nn(rows)) << rows << " rows, K = " << k;
       EXPECT_EQ(tn(8), tn(rows)) << rows << " rows, " << k << " tokens";
     }
   }
@@ -317,7 +319,7 @@ TYPED_TEST(GemmColumns, TheWayOfAProductDoesNotShow) {
 // So wide and deep that kernels of tiles pack B in parts, some with the end of one term and the begin of the next.
 TYPED_TEST(GemmColumns, NnInPartsIsExact) {
   constexpr index_t kCols = 2050;
-  for (const index_t rows : {1, 17, 33}) {
+  for (const index_t rows : {1, 17, 33, 40}) {
     const Extents e{rows, 150 + 230 + 16, kCols};
     const std::array<gemm::NnTerm, 3> terms{{{this->rows_of_a(rows, 150), this->rows_of_b(150, kCols), 150},
                                              {this->rows_of_a(rows, 230), this->rows_of_b(230, kCols), 230},
@@ -362,6 +364,74 @@ TYPED_TEST(GemmColumns, StoredAnywhereAlike) {
       const auto rounded = stored(kCols, 1, bf16{});
       EXPECT_EQ(stored(1, kRows, bf16{}), rounded);
       EXPECT_EQ(stored(2, 2 * kRows, bf16{}), rounded);
+    }
+  }
+}
+
+// A's rows as an index has them, of either type; B's columns a row apart, of either type: what lies otherwise is copied first.
+TYPED_TEST(GemmColumns, NnTakesOperandsAsTheyLie) {
+  using Weight = typename TypeParam::Weight;
+  for (const Extents& e : {Extents{1, 40, 83}, {8, 53, 97}, {19, 130, 66}, {32, 17, 96}, {40, 53, 97}}) {
+    std::vector<std::int32_t> index;
+    for (index_t i = 0; i < e.rows; ++i) index.push_back(static_cast<std::int32_t>(e.rows - 1 - i));
+    const auto plain_b = this->rows_of_b(e.k, e.cols);
+    std::vector<float> wide_a, turned_b(static_cast<std::size_t>(e.k * e.cols));
+    std::vector<Weight> turned(turned_b.size());
+    for (index_t i = 0; i < e.rows; ++i) {
+      for (index_t k = 0; k < e.k; ++k) wide_a.push_back(this->a(i, k));
+    }
+    for (index_t k = 0; k < e.k; ++k) {
+      for (index_t j = 0; j < e.cols; ++j) {
+        const auto at = static_cast<std::size_t>(j * e.k + k);
+        turned_b[at] = this->b(k, j);
+        turned[at] = from_float<Weight>(turned_b[at]);
+      }
+    }
+    const auto expect = [&](const gemm::AnyRows& a, const gemm::AnyRows& b) {
+      const std::array<gemm::NnTerm, 1> terms{{{a, b, e.k}}};
+      const auto c = this->nn(e.rows, e.cols, terms);
+      this->expect_exact(c, e, [&](index_t row, index_t col) {
+        float sum = 0;
+        for (index_t k = 0; k < e.k; ++k) sum += this->a(e.rows - 1 - row, k) * this->b(k, col);
+        return sum;
+      });
+    };
+    const auto gathered = gemm::AnyRows(this->rows_of_a(e.rows, e.k)).gathered(index.data());
+    expect(gathered, plain_b);
+    expect(gathered, arch::RowSource<Weight>{turned.data(), 1, e.k, nullptr});
+    const gemm::AnyRows floats = arch::RowSource<float>{wide_a.data(), e.k, 1, index.data()};
+    expect(floats, plain_b);
+    expect(floats, arch::RowSource<float>{turned_b.data(), 1, e.k, nullptr});
+  }
+}
+
+// An element of B that is not finite has no sums in its column, and perhaps in the one it is paired with; all others have theirs.
+TYPED_TEST(GemmColumns, WhatIsNotFiniteStaysInItsPairOfColumns) {
+  using Weight = typename TypeParam::Weight;
+  constexpr index_t kCols = 97, kCol = 37, kRow = 5;
+  for (const index_t rows : {1, 8, 20, 40}) {
+    for (const index_t k : {7, 16, 53}) {
+      const Extents e{rows, k, kCols};
+      const auto b = this->rows_of_b(k, kCols);
+      Weight& element = this->b_[kRow * this->b_stride_ + kCol];
+      const Weight before = std::exchange(element, from_float<Weight>(INFINITY));
+      const std::array<gemm::NnTerm, 1> terms{{{this->rows_of_a(rows, k), b, k}}};
+      auto c = this->nn(rows, kCols, terms);
+      element = before;
+      for (index_t row = 0; row < rows; ++row) {
+        EXPECT_FALSE(std::isfinite(c[static_cast<std::size_t>(row * kCols + kCol)]))
+            << rows << " rows, K = " << k;
+        for (const index_t col : {kCol & ~index_t{1}, kCol | index_t{1}}) {
+          float& sum = c[static_cast<std::size_t>(row * kCols + col)];
+          sum = 0;
+          for (index_t i = 0; i < k; ++i) sum += this->a(row, i) * this->b(i, col);
+        }
+      }
+      this->expect_exact(c, e, [&](index_t row, index_t col) {
+        float sum = 0;
+        for (index_t i = 0; i < k; ++i) sum += this->a(row, i) * this->b(i, col);
+        return sum;
+      });
     }
   }
 }

@@ -91,6 +91,21 @@ inline constexpr index_t kPackPairsTogether = 4;
 // has. Fewer steps, and C passes through registers too often.
 inline constexpr index_t kPackedBytes = index_t{768} << 10;
 inline constexpr index_t kLeastPackedDepth = 64;
+// Rows of a weight that meet few tokens together, a tile, each from where it was read on in a stream of its own
+// (gemm/streams.hpp).
+inline constexpr index_t kStreams = 16;
+// Of n rows, those of a stream: an odd number, for lines an even number of rows apart, rows often being whole pages, would be
+// in few sets of L2, or in one.
+constexpr index_t rows_of_stream(index_t n, index_t streams = kStreams) {
+  const index_t rows = n / streams;
+  return rows % 2 == 0 && rows > 0 ? rows - 1 : rows;
+}
+// Of x, up to which that is so in gemm_nt: half of the 2 MiB of L2 that every CPU with AMX has, and LoRA's u beside it.
+inline constexpr index_t kStreamedBytes = index_t{1088} << 10;
+// What of C is finished together then, in L1: columns of gemm_nn, whose up to 16 rows are 16 KiB; rows of C^T of gemm_nt, whole
+// lines of what they are stored to.
+inline constexpr index_t kFinishedCols = 256;
+inline constexpr index_t kFinishedRows = 32;
 
 }  // namespace arch
 AMX_SFT_MOE_NAMESPACE_END

@@ -25,12 +25,15 @@ struct Blocking {
 
   // gemm_nt: rows of a weight per task, at least and at most. Multiples of the kernel's blocks (strips: 64; AMX tiles: 32
   // and 96): no tail but the last. Few, so that few experts still make enough tasks; many where there are enough: a task
-  // begins with weights that nobody asked memory for, and kernels of strips pack its first strip before they multiply
-  // (benchmarks/LOG.md, "Wide tasks of gemm_nt").
+  // begins with weights that nobody asked memory for, kernels of strips pack its first strip before they multiply
+  // (benchmarks/LOG.md, "Wide tasks of gemm_nt"), and the more rows, the longer are the streams that they are read in
+  // (gemm/streams.hpp).
   template <class Kernel>
   static constexpr index_t kOutRows = MultipliesStrips<Kernel> ? 128 : 96;
   template <class Kernel>
-  static constexpr index_t kMaxOutRows = MultipliesStrips<Kernel> ? 1024 : 192;
+  static constexpr index_t kMaxOutRows = MultipliesStrips<Kernel> ? 1024
+                                         : FewRowsInPlace<Kernel> ? 384
+                                                                  : 192;
   // Rows of an expert that one task packs, projects or differentiates; a multiple of a panel's columns.
   static constexpr index_t kRowChunk = 64;
   // gemm_nn and gemm_nt: tokens of a task, see even_tokens(). From here on packing a panel of weights (once per
@@ -48,9 +51,9 @@ struct Blocking {
   static constexpr index_t kMaxStripCols = 2048;
   static constexpr index_t kMaxInPlaceCols = 8192;
   static constexpr index_t kManyRows = 64;
-  // Kernels of tiles, which pack what they read, take whole rows too: a piece of a row has memory fetch what is behind it for
-  // nothing. Of one tile of rows up to kMaxInPlaceCols columns, in equal parts; of more, whose C takes more of L2, rows of no
-  // more than these, and kMaxStripCols of longer ones (benchmarks/LOG.md, "Whole rows for tiles").
+  // Kernels of tiles take whole rows too: a piece of a row has memory fetch what is behind it for nothing. Of few rows of A up
+  // to kMaxInPlaceCols columns, in equal parts; of more, whose C takes more of L2, rows of no more than these, and
+  // kMaxStripCols of longer ones (benchmarks/LOG.md, "Whole rows for tiles").
   static constexpr index_t kMaxRowCols = 3072;
   static constexpr index_t kTasksPerThread = 8;
   static constexpr index_t kFewTasksPerThread = 4;  // where tasks are alike, and threads end together
@@ -90,11 +93,12 @@ struct Blocking {
     return blocking;
   }
 
-  // Rows of a weight [out, k] of a task of gemm_nt with `tokens` of an expert. Each column of C is finished before the next:
-  // it need not stay in a cache.
+  // Rows of a weight [out, k] of a task of gemm_nt with `tokens` of an expert. Each column of C is finished before the next and
+  // need not stay in a cache; but where rows are read in streams, C of gate and up is finished when both are whole.
   template <class Kernel>
   index_t nt_rows(index_t tokens, index_t out, const Load& load) const {
-    return shared(kMaxOutRows<Kernel>, kOutRows<Kernel>, {0, tokens, out}, load);
+    const index_t kept = FewRowsInPlace<Kernel> ? 2 * tokens : 0;
+    return shared(kMaxOutRows<Kernel>, kOutRows<Kernel>, {kept, tokens, out}, load);
   }
   // Columns of a task of gemm_nn over k steps, [rows, cols] of an expert: what of B, packed, stays in L2; or, where B is
   // used at once or packed in parts, what of C does, unless each of its columns is finished before the next; of
@@ -104,8 +108,8 @@ struct Blocking {
     if constexpr (!MultipliesStrips<Kernel> && !AddsToC<Kernel>) return resident_cols<Kernel>(k);
     const index_t kept = MakesRowsAhead<Kernel> ? 0 : rows;
     const index_t most = most_nn_cols<Kernel>(k, rows, cols);
-    // What a tile of rows waits for is the weights: experts take as long as one another, whatever tokens they have.
-    const bool alike = AddsToC<Kernel> && rows <= arch::kPanelCols;
+    // What few rows wait for is the weights: experts take as long as one another, whatever tokens they have.
+    const bool alike = few_rows<Kernel>(rows);
     return shared(most, kMaxCols, {kept, alike ? load.rows / load.experts : rows, cols, alike}, load);
   }
   // Columns of a task of gemm_tn with LoRA's factors, B [tokens, cols]: what of a chunk of B stays in L2 while the factors
@@ -169,11 +173,18 @@ struct Blocking {
   }
 
   template <class Kernel>
+  static constexpr bool few_rows(index_t rows) {
+    if constexpr (FewRowsInPlace<Kernel>) return rows <= Kernel::Microkernel::FewRows::kRows;
+    return false;
+  }
+
+  template <class Kernel>
   static constexpr index_t most_nn_cols(index_t k, index_t rows, index_t cols) {
     if (whole_rows<Kernel>(k, rows)) return kMaxInPlaceCols;
     if constexpr (AddsToC<Kernel>) {
-      const index_t parts = ceil_div(cols, rows <= arch::kPanelCols ? kMaxInPlaceCols : kMaxRowCols);
-      if (parts == 1 || rows <= arch::kPanelCols) return round_up(ceil_div(cols, parts), arch::kStripCols);
+      const bool few = few_rows<Kernel>(rows);
+      const index_t parts = ceil_div(cols, few ? kMaxInPlaceCols : kMaxRowCols);
+      if (parts == 1 || few) return round_up(ceil_div(cols, parts), arch::kStripCols);
     }
     return kMaxStripCols;
   }

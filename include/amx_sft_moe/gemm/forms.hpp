@@ -1,13 +1,13 @@
 // The three GEMM forms of the operator, each a task's work on one thread:
 //
 //   gemm_nt   C [tokens, out] = X W^T   forward: X packed once for all weights (gemm/tokens.hpp)
-//   gemm_nn   C [M, N] = A B            data gradient: rows of B are interleaved on their way
+//   gemm_nn   C [M, N] = A B            data gradient: rows of B are interleaved on their way, of few rows of A used as they lie
 //   gemm_tn   C [M, N] = A^T B          weight gradient: contraction over tokens; A^T is the small, transposed one
 //
 // Sums of products (LoRA beside base, gate beside up) are several terms of one call and round once.
 //
-// Kernels of tiles (AMX, oneDNN) go through gemm/blocks.hpp, and so does gemm_nt with tokens along the lanes; kernels of
-// strips through gemm/strips.hpp, but for gemm_tn of few tokens; base weights' gradients have a way of their own there
+// Kernels of tiles (AMX, oneDNN) go through gemm/blocks.hpp, and so does gemm_nt with tokens along the lanes; AMX with few
+// tokens, which wait for the weights, through gemm/streams.hpp; kernels of strips through gemm/strips.hpp, but for gemm_tn of few tokens; base weights' gradients have a way of their own there
 // (gemm/finished_strips.hpp).
 #pragma once
 
@@ -15,32 +15,12 @@
 #include <type_traits>
 
 #include "amx_sft_moe/gemm/blocks.hpp"
+#include "amx_sft_moe/gemm/streams.hpp"
 #include "amx_sft_moe/gemm/strips.hpp"
 #include "amx_sft_moe/gemm/tokens.hpp"
 
 AMX_SFT_MOE_NAMESPACE_BEGIN
 namespace gemm {
-
-// What a thread brings to a GEMM.
-template <class Kernel>
-struct ThreadContext {
-  typename Kernel::Session session;
-  Scratch& scratch;
-
-  explicit ThreadContext(Scratch& of_thread)
-      : session(make_session<typename Kernel::Session>(of_thread)), scratch(of_thread) {}
-
- private:
-  // Sessions of kernels that keep something between regions find it in the scratch.
-  template <class Session>
-  static Session make_session(Scratch& of_thread) {
-    if constexpr (std::is_constructible_v<Session, KernelStateSlot&>) {
-      return Session(of_thread.kernel_state);
-    } else {
-      return Session{};
-    }
-  }
-};
 
 // Panels of B [k, cols] from its rows, k padded to a multiple of k_tile, at `to`.
 template <class Kernel>
@@ -55,17 +35,6 @@ Panels<const typename Kernel::Compute> pack_rows(const AnyRows& b, index_t k, in
   return {to, panel_stride};
 }
 
-// Fresh rows of C as the sum of `terms`: add(term, C) each that has products; zeros where none has.
-template <class T, class Add>
-void sum_terms(std::span<const T> terms, index_t rows, arch::SumRows c, Add&& add) {
-  for (const T& term : terms) {
-    if (term.k == 0) continue;
-    add(term, c);
-    c.fresh = false;
-  }
-  if (c.fresh) std::fill_n(c.data, rows * c.stride, 0.0F);
-}
-
 // What multiplies weights with panels of tokens.
 template <class Kernel>
 struct TokenMicrokernel {
@@ -76,10 +45,10 @@ struct TokenMicrokernel<Kernel> {
   using Type = typename Kernel::Microkernel::TokenLanes;
 };
 
-// The plan for a product whose A, rows of k elements, is read once, from memory.
+// The plan for a product whose A is read once, from memory.
 template <class Micro>
-arch::BlockPlan streamed_plan(index_t rows, index_t cols, index_t k) {
-  if constexpr (requires { Micro::streamed_plan(rows, cols, k); }) return Micro::streamed_plan(rows, cols, k);
+arch::BlockPlan streamed_plan(index_t rows, index_t cols) {
+  if constexpr (requires { Micro::streamed_plan(rows, cols); }) return Micro::streamed_plan(rows, cols);
   return Micro::plan(rows, cols);
 }
 
@@ -89,8 +58,12 @@ void product_with_panels(ThreadContext<Kernel>& thread, index_t out, index_t tok
                          const std::array<std::span<const Term<typename Kernel::Compute>>, Outputs>& outputs,
                          Epilogue&& epilogue) {
   using Micro = typename TokenMicrokernel<Kernel>::Type;
+  if constexpr (FewRowsInPlace<Kernel>) {
+    if (in_streams<Kernel>(tokens, outputs[0]))
+      return product_of_streams(thread, out, tokens, outputs, epilogue);
+  }
   std::array<TokenBlock, Outputs> results;
-  const arch::BlockPlan plan = streamed_plan<Micro>(out, tokens, outputs[0][0].k);
+  const arch::BlockPlan plan = streamed_plan<Micro>(out, tokens);
   for_each_block<Kernel, Micro>(thread.session, thread.scratch, plan, Micro::kKUnit, outputs,
                                 [&](const std::array<Block, Outputs>& blocks) {
                                   for (std::size_t o = 0; o < Outputs; ++o) {
@@ -138,13 +111,6 @@ void gemm_nt(ThreadContext<Kernel>& thread, index_t out, index_t tokens, TokenFo
     product_with_panels(thread, out, tokens, outputs, epilogue);
   }
 }
-
-// One product of gemm_nn: A [M, k] x B [k, N], both as they lie.
-struct NnTerm {
-  AnyRows a;
-  AnyRows b;
-  index_t k = 0;
-};
 
 // C [rows, cols] = sum over the terms, by strips, in the scratch.
 template <class Kernel>
@@ -246,6 +212,11 @@ void gemm_nn(ThreadContext<Kernel>& thread, index_t rows, index_t cols, const st
   if constexpr (MultipliesStrips<Kernel>) {
     epilogue(product_of_strips(thread, rows, cols, terms));
   } else {
+    if constexpr (FewRowsInPlace<Kernel>) {
+      if (rows <= Kernel::Microkernel::FewRows::kRows) {
+        return product_of_few_rows(thread, rows, cols, terms, epilogue);
+      }
+    }
     product_of_panels(thread, rows, cols, terms, epilogue);
   }
 }

@@ -1,6 +1,8 @@
 // Operands of a GEMM as they lie in memory: any supported element type, any strides, rows perhaps gathered.
 #pragma once
 
+#include <algorithm>
+#include <span>
 #include <utility>
 
 #include "amx_sft_moe/arch/operands.hpp"
@@ -75,6 +77,24 @@ class AnyRows {
   index_t col_stride_ = 1;
   const std::int32_t* row_index_ = nullptr;
 };
+
+// One product of gemm_nn: A [M, k] x B [k, N], both as they lie.
+struct NnTerm {
+  AnyRows a;
+  AnyRows b;
+  index_t k = 0;
+};
+
+// Fresh rows of C as the sum of `terms`: add(term, C) each that has products; zeros where none has.
+template <class T, class Add>
+void sum_terms(std::span<const T> terms, index_t rows, arch::SumRows c, Add&& add) {
+  for (const T& term : terms) {
+    if (term.k == 0) continue;
+    add(term, c);
+    c.fresh = false;
+  }
+  if (c.fresh) std::fill_n(c.data, rows * c.stride, 0.0F);
+}
 
 // B, packed (arch/operands.hpp): the panel of column c is at data + c / 16 * panel_stride. Where tokens are in
 // rows (gemm/tokens.hpp) the same memory holds a column's K as one.

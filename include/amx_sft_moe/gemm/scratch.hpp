@@ -33,7 +33,7 @@ class Buffer {
 struct Scratch {
   Buffer a_rows;        // rows of A that could not be used where they lie, K adjacent, zeros behind
   Buffer a_transposed;  // gemm_tn: A^T
-  Buffer b_rows;        // rows of B whose elements are not adjacent
+  Buffer b_rows;        // rows of B that could not be used where they lie
   Buffer b_panels;      // or strips
   Buffer c_blocks;      // fp32
   Buffer rows;          // a caller's own rows on their way to a GEMM

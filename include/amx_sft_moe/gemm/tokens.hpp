@@ -38,6 +38,11 @@ concept MakesRowsAhead = requires { typename Kernel::Microkernel::RowsAhead; };
 template <class Kernel>
 concept AddsToC = requires { Kernel::Microkernel::kAddsToC; };
 
+// A kernel of tiles that reads weights in streams where it waits for them (gemm/streams.hpp), and in gemm_nn multiplies few rows
+// with B as it lies. Sums are in another order there: a task's rows decide, which follow from an expert's tokens alone.
+template <class Kernel>
+concept FewRowsInPlace = requires { typename Kernel::Microkernel::FewRows; };
+
 template <class Kernel>
 constexpr index_t padded_k(index_t k) {
   return round_up(k, Kernel::Microkernel::kKUnit);

@@ -11,10 +11,10 @@
 #pragma once
 
 #include <array>
-#include <cstring>
 #include <utility>
 
-#include "amx_sft_moe/arch/amx/tile.hpp"
+#include "amx_sft_moe/arch/amx/few_rows.hpp"
+#include "amx_sft_moe/arch/amx/session.hpp"
 #include "amx_sft_moe/arch/operands.hpp"
 
 AMX_SFT_MOE_NAMESPACE_BEGIN
@@ -28,30 +28,10 @@ struct AmxMicrokernel {
   static constexpr index_t kMaxRows = kStrip * amx::kTileRows;
   static constexpr index_t kMaxCols = kStrip * kPanelCols;
 
-  // kEvenSquare: kSquare whose tiles are as wide as panels, so that one configuration is for all columns of a row of blocks.
-  enum Pattern : int { kSquare, kEvenSquare, kColumn, kRow };
-  static constexpr index_t kShortRow = 1024;
+  enum Pattern : int { kSquare, kColumn, kRow };
 
-  // The configuration that this thread has loaded; gives the tiles back at the end of a region.
-  class Session {
-   public:
-    Session() = default;
-    Session(const Session&) = delete;
-    Session& operator=(const Session&) = delete;
-    ~Session() {
-      if (active_) amx::release();
-    }
-    void use(const amx::TileConfig& config) {
-      if (active_ && std::memcmp(&config, &loaded_, sizeof(config)) == 0) return;
-      amx::load_config(config);
-      loaded_ = config;
-      active_ = true;
-    }
-
-   private:
-    amx::TileConfig loaded_;
-    bool active_ = false;
-  };
+  using Session = amx::Session;
+  using FewRows = AmxFewRows;
 
   // Whole pairs of tiles, then what is left of columns, of rows, of both. A remainder of up to 16 is one tile
   // wide and gets strips; a larger one is a pair with a shorter second tile.
@@ -70,25 +50,22 @@ struct AmxMicrokernel {
     return plan;
   }
 
-  // The plan where A, rows of k elements, comes from memory and B from L2, gemm_nt: each tile of A is met by as many tiles of B
-  // as there are accumulators, and by 16 or 32 rows at a time, which hardware prefetchers can follow; of 96 they lose track
-  // (benchmarks/LOG.md, "AMX, natively"). Short rows, several of which lie on a page, by squares of tiles, whatever that loads.
-  // Two strips, one below the other, are one block: of outputs that are stored for each token these are a line. Tiles of a
-  // row have one width: the last one may multiply zeros of its panel.
-  static constexpr BlockPlan streamed_plan(index_t rows, index_t cols, index_t k) {
+  // The plan where A comes from memory and B from L2, gemm_nt of more tokens than are multiplied in streams (gemm/streams.hpp):
+  // each tile of A is met by as many tiles of B as there are accumulators, and by 16 or 32 rows at a time, which hardware
+  // prefetchers can follow; of 96 they lose track (benchmarks/LOG.md, "AMX, natively"). Two strips, one below the other, are
+  // one block: of outputs that are stored for each token these are a line.
+  static constexpr BlockPlan streamed_plan(index_t rows, index_t cols) {
     constexpr index_t kPair = 2 * kPanelCols;
+    const index_t even = rows / kPair * kPair, wide = even_cols(cols);
     BlockPlan plan;
-    if (cols <= kPanelCols) {
-      plan.add({0, rows, kPair, 0, cols, kPanelCols, kSquare});
-    } else if (k <= kShortRow) {
-      plan.add({0, rows, kPair, 0, cols, kPair, kEvenSquare});
-    } else {
-      const index_t parts = ceil_div(cols, kMaxCols);
-      const index_t even = rows / kPair * kPair, wide = round_up(ceil_div(cols, parts), kPanelCols);
-      plan.add({0, even, kPair, 0, cols, wide, kRow});
-      plan.add({even, rows, kPanelCols, 0, cols, wide, kRow});
-    }
+    plan.add({0, even, kPair, 0, cols, wide, kRow});
+    plan.add({even, rows, kPanelCols, 0, cols, wide, kRow});
     return plan;
+  }
+
+  // Columns in parts of up to kMaxCols, as even as panels allow.
+  static constexpr index_t even_cols(index_t cols) {
+    return round_up(ceil_div(cols, ceil_div(cols, kMaxCols)), kPanelCols);
   }
 
   // gemm_tn contracts over tokens, often fewer than a tile's 32: equal steps of an even length instead of
@@ -100,9 +77,8 @@ struct AmxMicrokernel {
                     const SumRows& c) {
     constexpr index_t kTile = amx::kTileRows;
     if (pattern == kRow) return row_strips(session, segments, rows, cols, c);
-    const index_t wide = pattern == kEvenSquare ? 2 * kPanelCols : cols;
-    session.use(config_for(pattern, rows, wide, segments.k_tile));
-    if (pattern == kSquare || pattern == kEvenSquare) {
+    session.use(config_for(pattern, rows, cols, segments.k_tile));
+    if (pattern == kSquare) {
       kSquares[rows > kTile ? 1 : 0][cols > kTile ? 1 : 0](segments, c);
     } else {
       kColumns[static_cast<std::size_t>(ceil_div(rows, kTile) - 1)](segments, c);
@@ -121,7 +97,7 @@ struct AmxMicrokernel {
       const index_t left = n - i * amx::kTileRows;
       return left < amx::kTileRows ? left : static_cast<index_t>(amx::kTileRows);
     };
-    if (pattern == kSquare || pattern == kEvenSquare) {
+    if (pattern == kSquare) {
       for (int i = 0; i < 2; ++i) {
         for (int j = 0; j < 2; ++j) {
           if (part(rows, i) > 0) shape(2 * i + j, part(rows, i), part(cols, j), 4);
@@ -151,20 +127,6 @@ struct AmxMicrokernel {
 
   static constexpr index_t kLine = 64;  // bytes between a panel's steps
 
-  // An accumulator's way from and to C at (row, col).
-  template <int Tile>
-  AMX_SFT_MOE_INLINE static void begin(const SumRows& c, index_t row, index_t col) {
-    if (c.fresh) {
-      amx::zero<Tile>();
-    } else {
-      amx::load<Tile>(c.from(row, col).data, c.stride * 4);
-    }
-  }
-  template <int Tile>
-  AMX_SFT_MOE_INLINE static void end(const SumRows& c, index_t row, index_t col) {
-    amx::store<Tile>(c.from(row, col).data, c.stride * 4);
-  }
-
   // f(std::integral_constant<int, i>) for each i: tile numbers are literals.
   template <int... Ids, class F>
   AMX_SFT_MOE_INLINE static void each(std::integer_sequence<int, Ids...>, F f) {
@@ -176,7 +138,7 @@ struct AmxMicrokernel {
     constexpr auto kRowIds = std::make_integer_sequence<int, RowTiles>{};
     constexpr auto kColIds = std::make_integer_sequence<int, ColTiles>{};
     each(kRowIds, [&](auto i) {
-      each(kColIds, [&](auto j) { begin<2 * i() + j()>(c, i() * amx::kTileRows, j() * kPanelCols); });
+      each(kColIds, [&](auto j) { amx::begin_sums<2 * i() + j()>(c, i() * amx::kTileRows, j() * kPanelCols); });
     });
     for_each_step(segments, [&](const Segment<bf16>& segment, const bf16* a, const bf16* b) {
       each(kColIds, [&](auto j) { amx::load<6 + j()>(b + j() * segment.panel_stride, kLine); });
@@ -186,14 +148,14 @@ struct AmxMicrokernel {
       });
     });
     each(kRowIds, [&](auto i) {
-      each(kColIds, [&](auto j) { end<2 * i() + j()>(c, i() * amx::kTileRows, j() * kPanelCols); });
+      each(kColIds, [&](auto j) { amx::end_sums<2 * i() + j()>(c, i() * amx::kTileRows, j() * kPanelCols); });
     });
   }
 
   template <int RowTiles>
   static void column(const Segments<bf16>& segments, const SumRows& c) {
     constexpr auto kIds = std::make_integer_sequence<int, RowTiles>{};
-    each(kIds, [&](auto i) { begin<i()>(c, i() * amx::kTileRows, 0); });
+    each(kIds, [&](auto i) { amx::begin_sums<i()>(c, i() * amx::kTileRows, 0); });
     for_each_step(segments, [&](const Segment<bf16>& segment, const bf16* a, const bf16* b) {
       amx::load<7>(b, kLine);
       each(kIds, [&](auto i) {
@@ -201,7 +163,7 @@ struct AmxMicrokernel {
         amx::dpbf16<i(), 6, 7>();
       });
     });
-    each(kIds, [&](auto i) { end<i()>(c, i() * amx::kTileRows, 0); });
+    each(kIds, [&](auto i) { amx::end_sums<i()>(c, i() * amx::kTileRows, 0); });
   }
 
   // Strips one below the other.
@@ -218,7 +180,7 @@ struct AmxMicrokernel {
   template <int ColTiles>
   static void row_strip(const Segments<bf16>& segments, index_t row, const SumRows& c) {
     constexpr auto kIds = std::make_integer_sequence<int, ColTiles>{};
-    each(kIds, [&](auto j) { begin<j()>(c, 0, j() * kPanelCols); });
+    each(kIds, [&](auto j) { amx::begin_sums<j()>(c, 0, j() * kPanelCols); });
     for_each_step(segments, [&](const Segment<bf16>& segment, const bf16* a, const bf16* b) {
       amx::load<6>(a + row * segment.a_stride, segment.a_stride * 2);
       each(kIds, [&](auto j) {
@@ -226,7 +188,7 @@ struct AmxMicrokernel {
         amx::dpbf16<j(), 6, 7>();
       });
     });
-    each(kIds, [&](auto j) { end<j()>(c, 0, j() * kPanelCols); });
+    each(kIds, [&](auto j) { amx::end_sums<j()>(c, 0, j() * kPanelCols); });
   }
 
   using Tiles = void (*)(const Segments<bf16>&, const SumRows&);

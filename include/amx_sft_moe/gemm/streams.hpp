@@ -1,0 +1,152 @@
+// What kernels of tiles do with few tokens, which wait for the weights: 16 rows of a weight that meet tokens together are as
+// far apart as they can be, and the next 16 are the rows below them. Of n = 16 P + rest rows, P odd, these are the rows t, t + P,
+// ..., t + 15 P for t = 0 to P - 1, then the rest as they follow one another. Memory sees sixteen streams that go on from row to
+// row, which hardware follows, however short the rows are; of neighbouring rows it has to find each anew (benchmarks/LOG.md,
+// "Streams").
+//
+//   gemm_nt   the rows are outputs: tiles of C are stored as far apart, and C is finished when it is whole; the same bits
+//   gemm_nn   the rows are steps along K, of up to 32 tokens, and are multiplied as they lie (arch/amx/few_rows.hpp)
+#pragma once
+
+#include <algorithm>
+#include <array>
+#include <span>
+
+#include "amx_sft_moe/gemm/blocks.hpp"
+#include "amx_sft_moe/gemm/strips.hpp"
+#include "amx_sft_moe/gemm/thread_context.hpp"
+#include "amx_sft_moe/gemm/tokens.hpp"
+
+AMX_SFT_MOE_NAMESPACE_BEGIN
+namespace gemm {
+
+// Rows of a tile: the first, how far apart, how many.
+struct StreamTile {
+  index_t row, apart, rows;
+};
+
+// f(StreamTile) for tiles that take each of n rows once.
+template <class F>
+void for_each_stream_tile(index_t n, F&& f) {
+  const index_t apart = arch::rows_of_stream(n);
+  for (index_t row = 0; row < apart; ++row) f(StreamTile{row, apart, arch::kStreams});
+  for (index_t row = apart * arch::kStreams; row < n; row += arch::kStreams) {
+    f(StreamTile{row, 1, std::min(arch::kStreams, n - row)});
+  }
+}
+
+// All terms of gemm_nt over the rows [0, out) of its weights, of which tiles are multiplied one at a time.
+template <class Kernel, std::size_t Outputs>
+class StreamedRows {
+  using Micro = typename Kernel::Microkernel;
+  using E = typename Kernel::Compute;
+
+ public:
+  StreamedRows(Scratch& scratch, index_t out, const std::array<std::span<const Term<E>>, Outputs>& outputs) {
+    RowGroup<Kernel, Micro> group(scratch, Micro::kKUnit);
+    group.reserve(outputs, out);
+    for (std::size_t o = 0; o < Outputs; ++o) {
+      all_[o].k_tile = Micro::kKUnit;
+      for (const Term<E>& term : outputs[o]) group.append(term, 0, out, out, all_[o]);
+    }
+    tile_ = all_;
+  }
+
+  void begin(const StreamTile& tile) {
+    for (std::size_t o = 0; o < Outputs; ++o) {
+      for (int s = 0; s < all_[o].count; ++s) {
+        const arch::Segment<E>& from = all_[o].at[s];
+        arch::Segment<E>& to = tile_[o].at[s];
+        to.a = from.a + tile.row * from.a_stride;
+        to.a_stride = tile.apart * from.a_stride;
+        to.b = from.b;
+      }
+    }
+  }
+  // The tile's next `cols` tokens of output o.
+  void multiply(typename Kernel::Session& session, std::size_t o, index_t rows, index_t cols,
+                const arch::SumRows& c) {
+    Micro::block(session, Micro::kRow, tile_[o], rows, cols, c);
+    tile_[o].skip_columns(cols);
+  }
+
+ private:
+  std::array<arch::Segments<E>, Outputs> all_, tile_;
+};
+
+// Whether x of all terms stays in L2 while tiles of rows meet it.
+template <class Kernel>
+bool in_streams(index_t tokens, std::span<const Term<typename Kernel::Compute>> terms) {
+  index_t k = 0;
+  for (const auto& term : terms) k += term.k;
+  return k * tokens * index_t{sizeof(typename Kernel::Compute)} <= arch::kStreamedBytes;
+}
+
+// gemm_nt of few tokens in panels: C^T, as a whole.
+template <class Kernel, std::size_t Outputs, class Epilogue>
+void product_of_streams(ThreadContext<Kernel>& thread, index_t out, index_t tokens,
+                        const std::array<std::span<const Term<typename Kernel::Compute>>, Outputs>& outputs,
+                        Epilogue&& epilogue) {
+  using Micro = typename Kernel::Microkernel;
+  const index_t stride = round_up(tokens, arch::kPanelCols);
+  float* c = thread.scratch.c_blocks.template as<float>(out * stride * index_t{Outputs});
+  const auto row_of = [&](std::size_t o, index_t row) {
+    return c + (static_cast<index_t>(o) * out + row) * stride;
+  };
+  StreamedRows<Kernel, Outputs> rows(thread.scratch, out, outputs);
+  const index_t wide = Micro::even_cols(tokens);
+  for_each_stream_tile(out, [&](const StreamTile& tile) {
+    rows.begin(tile);
+    for (index_t col = 0; col < tokens; col += wide) {
+      for (std::size_t o = 0; o < Outputs; ++o) {
+        rows.multiply(thread.session, o, tile.rows, std::min(wide, tokens - col),
+                      {row_of(o, tile.row) + col, stride * tile.apart, true});
+      }
+    }
+  });
+  std::array<TokenBlock, Outputs> results;
+  for (index_t row = 0; row < out; row += arch::kFinishedRows) {
+    for (std::size_t o = 0; o < Outputs; ++o) {
+      results[o] = {row, std::min(arch::kFinishedRows, out - row), 0, tokens, row_of(o, row), stride, false};
+    }
+    epilogue(results);
+  }
+}
+
+// Rows [0, rows) of [rows, cols] of the kernel's own type, their columns adjacent: where they lie, or staged.
+template <class Kernel>
+arch::RowSource<typename Kernel::Compute> adjacent_rows(Buffer& staged_rows, const AnyRows& from, index_t rows,
+                                                        index_t cols) {
+  using E = typename Kernel::Compute;
+  if (const E* direct = from.template direct<E>()) return {direct, from.row_stride(), 1, nullptr};
+  E* staged = staged_rows.as<E>(rows * cols);
+  from.visit(
+      [&](const auto& source) { Kernel::Rows::template stage<E>(source, rows, cols, cols, staged, cols); });
+  return {staged, cols, 1, nullptr};
+}
+
+// C [rows, cols] = sum over the terms, of few rows: B is multiplied as it lies. C stays in the scratch until all terms are in
+// it; then it is put in order and finished, some columns at a time.
+template <FewRowsInPlace Kernel, std::size_t Terms, class Epilogue>
+void product_of_few_rows(ThreadContext<Kernel>& thread, index_t rows, index_t cols,
+                         const std::array<NnTerm, Terms>& terms, Epilogue&& epilogue) {
+  using FewRows = typename Kernel::Microkernel::FewRows;
+  Scratch& scratch = thread.scratch;
+  const index_t stride = strips_stride(cols);
+  const arch::SumRows c{scratch.c_blocks.template as<float>(rows * stride), stride, true};
+  auto* room = scratch.b_panels.template as<typename Kernel::Compute>(FewRows::kRoom);
+  sum_terms<NnTerm>(terms, rows, c, [&](const NnTerm& term, const arch::SumRows& sums) {
+    const auto a = adjacent_rows<Kernel>(scratch.a_rows, term.a, rows, term.k);
+    const auto b = adjacent_rows<Kernel>(scratch.b_rows, term.b, term.k, cols);
+    FewRows::multiply(thread.session, a, rows, b, term.k, cols, sums, room);
+  });
+  for (index_t col = 0; col < cols; col += arch::kFinishedCols) {
+    const index_t wide = std::min(arch::kFinishedCols, cols - col);
+    const arch::SumRows columns = c.from(0, col);
+    FewRows::in_order(columns, rows, wide);
+    epilogue(Block{0, rows, col, wide, columns.data, stride});
+  }
+}
+
+}  // namespace gemm
+AMX_SFT_MOE_NAMESPACE_END
