@@ -328,4 +328,41 @@ TEST(Blocking, TasksOfGemmNnOfAnExpertWithManyTokensAreNarrow) {
   EXPECT_EQ(256, cols(112, 2));
 }
 
+// Tiles read weights in streams: each output once, whatever is left over of the rows of a stream, also for gate and up together.
+using InStreams = GemmTokens<kernels::AmxBf16>;
+
+TEST_F(InStreams, EachOutputIsExact) {
+  for (const index_t outs : {1, 15, 16, 17, 32, 33, 47, 48, 63, 100, 264}) {
+    for (const index_t tokens : {1, 16, 17, 100}) {
+      for (const index_t in : {33, 64, 77}) expect_exact(in, tokens, outs);
+    }
+  }
+}
+
+TEST_F(InStreams, OfTwoOutputsEachIsExact) {
+  constexpr index_t kIn = 70, kTokens = 19, kOuts = 83;
+  AlignedBuffer<bf16> packed;
+  const gemm::Panels<const bf16> x = operand(packed, kIn, 0, kTokens, gemm::TokenForm::kPanels);
+  const MatrixView<const bf16> gate{weights_.data(), kOuts, kIn, kMostIn};
+  const MatrixView<const bf16> up{weights_.data() + kOuts * kMostIn, kOuts, kIn, kMostIn};
+  const std::array<gemm::Term<bf16>, 2> terms{{{gate, kIn, x}, {up, kIn, x}}};
+  const std::array<std::span<const gemm::Term<bf16>>, 2> outputs{{{&terms[0], 1}, {&terms[1], 1}}};
+  std::vector<float> y(static_cast<std::size_t>(2 * kTokens * kOuts), std::nanf(""));
+  gemm::ThreadContext<kernels::AmxBf16> thread(scratch_);
+  gemm::gemm_nt(thread, kOuts, kTokens, gemm::TokenForm::kPanels, outputs,
+                [&](const std::array<gemm::TokenBlock, 2>& blocks) {
+                  for (std::size_t o = 0; o < 2; ++o) {
+                    float* to = y.data() + static_cast<index_t>(o) * kTokens * kOuts + blocks[o].out;
+                    gemm::store_tokens<kernels::AmxBf16>(blocks[o], to + blocks[o].token * kOuts, kOuts, 1.0F,
+                                                         nullptr);
+                  }
+                });
+  for (index_t o = 0; o < 2 * kOuts; ++o) {
+    for (index_t t = 0; t < kTokens; ++t) {
+      const index_t at = o / kOuts * kTokens * kOuts + t * kOuts + o % kOuts;
+      ASSERT_EQ(reference(kIn, t, o), y[static_cast<std::size_t>(at)]) << "token " << t << ", output " << o;
+    }
+  }
+}
+
 }  // namespace

@@ -92,7 +92,8 @@ class AmxFewRows {
       }
       for (index_t row = apart * kTurn; row < k; c.fresh = false) {
         const index_t steps = k - row < kSteps ? k - row : kSteps;
-        const int tiles = k - row < kTurn ? 1 : RowTiles;
+        int tiles = 1;
+        if (k - row >= kTurn) tiles = RowTiles;
         copy(row, tiles, steps);
         turn({row, 1, tiles, steps}, elements(), c);
         row += tiles * steps;
