@@ -36,6 +36,11 @@ class GemmColumns : public testing::Test {
   // Multiples of 1/16 and 1/64 of few bits: bf16 holds them, and fp32 every sum of their products.
   float a(index_t row, index_t k) const { return to_float(a_[row * kMostK + k]); }
   float b(index_t k, index_t col) const { return to_float(b_[k * b_stride_ + col]); }
+  float sum_of(index_t steps, index_t row, index_t col) const {
+    float sum = 0;
+    for (index_t k = 0; k < steps; ++k) sum += a(row, k) * b(k, col);
+    return sum;
+  }
   MatrixView<const W> rows_of_a(index_t rows, index_t k) const { return {a_.data(), rows, k, kMostK}; }
   MatrixView<const W> rows_of_b(index_t k, index_t cols) {
     b_stride_ = cols + 3;
@@ -145,11 +150,7 @@ TYPED_TEST(GemmColumns, NnIsExact) {
     const std::array<gemm::NnTerm, 1> terms{
         {{this->rows_of_a(e.rows, e.k), this->rows_of_b(e.k, e.cols), e.k}}};
     const auto c = this->nn(e.rows, e.cols, terms);
-    this->expect_exact(c, e, [&](index_t row, index_t col) {
-      float sum = 0;
-      for (index_t k = 0; k < e.k; ++k) sum += this->a(row, k) * this->b(k, col);
-      return sum;
-    });
+    this->expect_exact(c, e, [&](index_t row, index_t col) { return this->sum_of(e.k, row, col); });
   }
 }
 
@@ -234,11 +235,7 @@ TYPED_TEST(GemmColumns, BMayBeFp32) {
     const arch::RowSource<float> b{values.data(), e.cols, 1, nullptr};
     const std::array<gemm::NnTerm, 1> terms{{{this->rows_of_a(e.rows, e.k), b, e.k}}};
     const auto c = this->nn(e.rows, e.cols, terms);
-    this->expect_exact(c, e, [&](index_t row, index_t col) {
-      float sum = 0;
-      for (index_t k = 0; k < e.k; ++k) sum += this->a(row, k) * this->b(k, col);
-      return sum;
-    });
+    this->expect_exact(c, e, [&](index_t row, index_t col) { return this->sum_of(e.k, row, col); });
     this->expect_exact(this->tn(e, b), e, [&](index_t row, index_t col) {
       float sum = 0;
       for (index_t t = 0; t < e.k; ++t) sum += this->a(t, row) * this->b(t, col);
@@ -330,9 +327,7 @@ TYPED_TEST(GemmColumns, NnInPartsIsExact) {
     const auto c = this->nn(rows, kCols, terms);
     this->expect_exact(c, e, [&](index_t row, index_t col) {
       float sum = 0;
-      for (const gemm::NnTerm& term : terms) {
-        for (index_t k = 0; k < term.k; ++k) sum += this->a(row, k) * this->b(k, col);
-      }
+      for (const gemm::NnTerm& term : terms) sum += this->sum_of(term.k, row, col);
       return sum;
     });
   }
@@ -390,11 +385,8 @@ TYPED_TEST(GemmColumns, NnTakesOperandsAsTheyLie) {
     const auto expect = [&](const gemm::AnyRows& a, const gemm::AnyRows& b) {
       const std::array<gemm::NnTerm, 1> terms{{{a, b, e.k}}};
       const auto c = this->nn(e.rows, e.cols, terms);
-      this->expect_exact(c, e, [&](index_t row, index_t col) {
-        float sum = 0;
-        for (index_t k = 0; k < e.k; ++k) sum += this->a(e.rows - 1 - row, k) * this->b(k, col);
-        return sum;
-      });
+      this->expect_exact(c, e,
+                         [&](index_t row, index_t col) { return this->sum_of(e.k, e.rows - 1 - row, col); });
     };
     const auto gathered = gemm::AnyRows(this->rows_of_a(e.rows, e.k)).gathered(index.data());
     expect(gathered, plain_b);
@@ -422,16 +414,10 @@ TYPED_TEST(GemmColumns, WhatIsNotFiniteStaysInItsPairOfColumns) {
         EXPECT_FALSE(std::isfinite(c[static_cast<std::size_t>(row * kCols + kCol)]))
             << rows << " rows, K = " << k;
         for (const index_t col : {kCol & ~index_t{1}, kCol | index_t{1}}) {
-          float& sum = c[static_cast<std::size_t>(row * kCols + col)];
-          sum = 0;
-          for (index_t i = 0; i < k; ++i) sum += this->a(row, i) * this->b(i, col);
+          c[static_cast<std::size_t>(row * kCols + col)] = this->sum_of(k, row, col);
         }
       }
-      this->expect_exact(c, e, [&](index_t row, index_t col) {
-        float sum = 0;
-        for (index_t i = 0; i < k; ++i) sum += this->a(row, i) * this->b(i, col);
-        return sum;
-      });
+      this->expect_exact(c, e, [&](index_t row, index_t col) { return this->sum_of(k, row, col); });
     }
   }
 }
@@ -449,9 +435,7 @@ TYPED_TEST(GemmColumns, TermsAreSummedAndEmptyOnesAreNothing) {
       const auto c = this->nn(rows, 97, terms);
       this->expect_exact(c, e, [&](index_t row, index_t col) {
         float sum = 0;
-        for (const gemm::NnTerm& term : terms) {
-          for (index_t k = 0; k < term.k; ++k) sum += this->a(row, k) * this->b(k, col);
-        }
+        for (const gemm::NnTerm& term : terms) sum += this->sum_of(term.k, row, col);
         return sum;
       });
     }

@@ -260,6 +260,8 @@ inline simde__m512 mm512_dpbf16_ps(const simde__m512& sum, const simde__m512bh& 
 #define _mm512_storeu_ps simde_mm512_storeu_ps
 #undef _mm512_storeu_si512
 #define _mm512_storeu_si512 simde_mm512_storeu_si512
+#undef _mm512_stream_ps
+#define _mm512_stream_ps simde_mm512_storeu_ps
 #undef _mm512_stream_si512
 #define _mm512_stream_si512 simde_mm512_storeu_si512
 #undef _mm512_sub_epi32
