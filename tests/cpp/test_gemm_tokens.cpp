@@ -257,10 +257,10 @@ TEST(TokenForm, DotProductsAreForFewTokens) {
   EXPECT_EQ(gemm::TokenForm::kStrips, gemm::token_form<kernels::Portable<bf16>>(1));
 }
 
-// Tasks begin where a panel does, none is much larger than what fits, and none is left with a few tokens.
-TEST(EvenTokens, PartsAreAlignedBoundedAndOfOneSize) {
+// Tasks begin where a panel does, none is much larger than what fits, and there are no more than parts of half as many again.
+TEST(EvenTokens, PartsAreAlignedBoundedAndFew) {
   for (const index_t fit : {32, 64, 128, 256}) {
-    for (index_t tokens = 1; tokens <= 5 * fit; ++tokens) {
+    for (index_t tokens = 1; tokens <= 40 * fit; ++tokens) {
       const index_t step = gemm::Blocking::even_tokens(tokens, fit);
       const index_t parts = ceil_div(tokens, step);
       EXPECT_EQ(0, step % arch::kPanelCols) << tokens << " of " << fit;

@@ -1,7 +1,7 @@
 // Sizes and distances within products, with what they follow from: the caches of a core, and how many lines it asks
 // memory for at a time. Those of tasks and panels are gemm/blocking.hpp's. Compiled in, as L1 is 32 or 48 KiB in all CPUs
 // with AVX2 or more; L2, which differs more, is asked for at run time there. They change speed, never bits, but for
-// kLongDot, which is the same on every machine.
+// kLongDot and rows_of_stream(), which are the same on every machine.
 #pragma once
 
 #include "amx_sft_moe/core/element.hpp"

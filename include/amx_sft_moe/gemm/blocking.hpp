@@ -1,5 +1,6 @@
 // The sizes of the operator's tasks, panels and products, with their derivation (those within a product:
-// arch/blocking.hpp). They change speed, never bits, but for kGradTokens, which is the same on every machine.
+// arch/blocking.hpp). They change speed, never bits, but for kGradTokens and, as tiles sum few rows in an order of their own
+// (gemm/streams.hpp), kTokensPerTask, which are the same on every machine.
 #pragma once
 
 #include <unistd.h>
@@ -158,8 +159,8 @@ struct Blocking {
   bool past_caches(index_t bytes, int threads) const {
     return AddsToC<Kernel> && bytes > kPastCaches * 2 * panel_bytes * threads;
   }
-  // `tokens` in equal parts of about `fit`, half as many again rather than one part more: a task of the few that are
-  // left over would have all weights streamed and packed for them.
+  // `tokens` in parts of about `fit`, half as many again rather than one part more: each part has all weights streamed and
+  // packed for it. Parts are whole panels, so that of many the last may have few.
   static constexpr index_t even_tokens(index_t tokens, index_t fit) {
     const index_t parts = ceil_div(2 * tokens, 3 * fit);
     return round_up(ceil_div(tokens, std::max<index_t>(parts, 1)), kMinCols);

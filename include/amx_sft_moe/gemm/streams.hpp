@@ -118,7 +118,9 @@ template <class Kernel>
 arch::RowSource<typename Kernel::Compute> adjacent_rows(Buffer& staged_rows, const AnyRows& from, index_t rows,
                                                         index_t cols) {
   using E = typename Kernel::Compute;
-  if (const E* direct = from.template direct<E>()) return {direct, from.row_stride(), 1, nullptr};
+  // One row may have any distance from a second that is not there, and its bytes no number.
+  if (const E* direct = from.template direct<E>())
+    return {direct, rows > 1 ? from.row_stride() : cols, 1, nullptr};
   E* staged = staged_rows.as<E>(rows * cols);
   from.visit(
       [&](const auto& source) { Kernel::Rows::template stage<E>(source, rows, cols, cols, staged, cols); });

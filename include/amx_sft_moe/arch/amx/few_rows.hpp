@@ -137,7 +137,9 @@ class AmxFewRows {
 
     void turn(const Turn& of, const bf16* from, const SumRows& c) const {
       spread(from, of.tiles);
-      session.use(config_for(rows, of.steps));
+      session.use({amx::BlockShape::kFewRows, static_cast<std::int16_t>(rows), kCols,
+                   static_cast<std::int16_t>(of.steps)},
+                  config_for);
       if constexpr (RowTiles == 1) {  // A's tiles stay while all columns pass
         amx::load<4>(room, amx::kTileBytes);
         amx::load<5>(room + kTileElements, amx::kTileBytes);
@@ -215,7 +217,8 @@ class AmxFewRows {
     }
   };
 
-  static amx::TileConfig config_for(index_t rows, index_t steps) {
+  static amx::TileConfig config_for(const amx::BlockShape& of) {
+    const index_t rows = of.rows, steps = of.k_tile;
     amx::TileConfig config;
     const auto shape = [&config](int tile, index_t tile_rows, index_t bytes) {
       if (tile_rows <= 0) return;  // an unused tile: its rows and bytes are zero

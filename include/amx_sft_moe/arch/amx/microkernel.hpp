@@ -77,7 +77,7 @@ struct AmxMicrokernel {
                     const SumRows& c) {
     constexpr index_t kTile = amx::kTileRows;
     if (pattern == kRow) return row_strips(session, segments, rows, cols, c);
-    session.use(config_for(pattern, rows, cols, segments.k_tile));
+    session.use(shape_of(pattern, rows, cols, segments.k_tile), config_for);
     if (pattern == kSquare) {
       kSquares[rows > kTile ? 1 : 0][cols > kTile ? 1 : 0](segments, c);
     } else {
@@ -86,30 +86,35 @@ struct AmxMicrokernel {
   }
 
  private:
-  static amx::TileConfig config_for(int pattern, index_t rows, index_t cols, index_t k_tile) {
+  static constexpr index_t up_to_a_tile(index_t n) { return n < amx::kTileRows ? n : index_t{amx::kTileRows}; }
+
+  // Of strips one tile's: the others are like it.
+  AMX_SFT_MOE_INLINE static amx::BlockShape shape_of(int pattern, index_t rows, index_t cols, index_t k_tile) {
+    const auto narrow = [](index_t n) { return static_cast<std::int16_t>(n); };
+    const bool strip = pattern != kSquare;
+    return {narrow(pattern), narrow(strip ? up_to_a_tile(rows) : rows),
+            narrow(strip ? up_to_a_tile(cols) : cols), narrow(k_tile)};
+  }
+
+  static amx::TileConfig config_for(const amx::BlockShape& of) {
     amx::TileConfig config;
     auto shape = [&config](int tile, index_t tile_rows, index_t tile_elements, index_t element_bytes) {
       if (tile_rows <= 0 || tile_elements <= 0) return;  // an unused tile: its rows and bytes are zero
       config.rows[tile] = static_cast<std::uint8_t>(tile_rows);
       config.row_bytes[tile] = static_cast<std::uint16_t>(tile_elements * element_bytes);
     };
-    auto part = [](index_t n, index_t i) {
-      const index_t left = n - i * amx::kTileRows;
-      return left < amx::kTileRows ? left : static_cast<index_t>(amx::kTileRows);
-    };
-    if (pattern == kSquare) {
+    auto part = [](index_t n, index_t i) { return up_to_a_tile(n - i * amx::kTileRows); };
+    if (of.kind == kSquare) {
       for (int i = 0; i < 2; ++i) {
-        for (int j = 0; j < 2; ++j) {
-          if (part(rows, i) > 0) shape(2 * i + j, part(rows, i), part(cols, j), 4);
-        }
-        shape(4 + i, part(rows, i), k_tile, 2);
-        if (part(cols, i) > 0) shape(6 + i, k_tile / 2, part(cols, i), 4);
+        for (int j = 0; j < 2; ++j) shape(2 * i + j, part(of.rows, i), part(of.cols, j), 4);
+        shape(4 + i, part(of.rows, i), of.k_tile, 2);
+        shape(6 + i, of.k_tile / 2, part(of.cols, i), 4);
       }
       return config;
     }
-    for (int i = 0; i < kStrip; ++i) shape(i, part(rows, 0), part(cols, 0), 4);
-    shape(6, part(rows, 0), k_tile, 2);
-    shape(7, k_tile / 2, part(cols, 0), 4);
+    for (int i = 0; i < kStrip; ++i) shape(i, of.rows, of.cols, 4);
+    shape(6, of.rows, of.k_tile, 2);
+    shape(7, of.k_tile / 2, of.cols, 4);
     return config;
   }
 
@@ -171,7 +176,7 @@ struct AmxMicrokernel {
                          const SumRows& c) {
     const auto strip = kRowStrips[static_cast<std::size_t>(ceil_div(cols, kPanelCols) - 1)];
     for (index_t row = 0; row < rows; row += amx::kTileRows) {
-      session.use(config_for(kRow, rows - row, cols, segments.k_tile));
+      session.use(shape_of(kRow, rows - row, cols, segments.k_tile), config_for);
       strip(segments, row, c.from(row, 0));
     }
   }
