@@ -10,13 +10,14 @@ from collections.abc import Sequence
 
 from amx_sft_moe._version import __version__
 from amx_sft_moe.info import as_text, info
+from amx_sft_moe.standard_output import printing
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs one command and returns its exit status: 1 where it needs a package that is not installed, 130 after
-    Ctrl-C."""
+    """Runs one command and returns its exit status: 1 where it needs a package that is not installed or cannot
+    print, 130 after Ctrl-C."""
     try:
-        return _run(list(sys.argv[1:] if arguments is None else arguments))
+        return printing(lambda: _run(list(sys.argv[1:] if arguments is None else arguments)))
     except ModuleNotFoundError as error:
         missing = (error.name or "").partition(".")[0]
         if missing in ("", "amx_sft_moe"):

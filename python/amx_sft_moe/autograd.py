@@ -21,6 +21,7 @@ from torch.autograd.profiler import record_function
 from torch.fx.experimental.proxy_tensor import get_proxy_mode
 
 from amx_sft_moe import _core
+from amx_sft_moe.arguments import as_finite
 from amx_sft_moe.errors import ArgumentError, StateError
 from amx_sft_moe.layer import ExpertBiases, ExpertWeights, Scratch, Weight, require_tensor, thread_scratch
 
@@ -51,8 +52,8 @@ class LoraFactors:
     two of down. bfloat16 or float32, any strides. ``scaling`` is that of gate, up and down.
 
     Raises:
-        ArgumentError, TypeError: another number of factors or scalings, a factor that is no tensor, or factors
-            of up beside ``shared_a``.
+        ArgumentError, TypeError: another number of factors or scalings, a factor that is no tensor, a scaling
+            that is no number, or factors of up beside ``shared_a``.
     """
 
     factors: Sequence[torch.Tensor | None] = _NO_FACTORS
@@ -67,6 +68,9 @@ class LoraFactors:
                 raise ArgumentError(f"LoraFactors: {name}: expected {count}, got {len(given)}")
         for number, factor in enumerate(self.factors):
             require_tensor(f"LoraFactors: factors[{number}]", factor)
+        if not torch.compiler.is_compiling():  # where a number may be a symbol; the operator asks too
+            for number, value in enumerate(self.scaling):
+                as_finite(f"LoraFactors: scaling[{number}]", value)
         if self.shared_a and (self.factors[_UP_A] is not None or self.factors[_UP_B] is not None):
             raise ArgumentError(
                 "LoraFactors: factors[2], factors[3]: expected None, as the first two are of gate and up with "
@@ -190,13 +194,16 @@ class _Experts(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad_y: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         _require_no_transform(grad_y)
+        of_forward = ctx.saved_tensors  # once: checkpointing lets nobody ask twice
         with torch.no_grad():
-            grads = _Experts._gradients(ctx, grad_y)
-        return _not_differentiable(grads) if torch.is_grad_enabled() else grads
+            grads = _Experts._gradients(ctx, of_forward, grad_y)
+        return _not_differentiable(grads, (*of_forward, grad_y)) if torch.is_grad_enabled() else grads
 
     @staticmethod
-    def _gradients(ctx: Any, grad_y: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        x, expert_ids, routing_weights, saved, *parameters = ctx.saved_tensors
+    def _gradients(
+        ctx: Any, of_forward: Sequence[Any], grad_y: torch.Tensor
+    ) -> tuple[torch.Tensor | None, ...]:
+        x, expert_ids, routing_weights, saved, *parameters = of_forward
         # Autograd knows no changes of what a hook on saved tensors copied; the operator reads the weights' own
         # memory.
         if ctx.experts.versions() != ctx.versions:
@@ -211,15 +218,19 @@ class _Experts(torch.autograd.Function):
         return None, None, grad_x, None, grad_weights, *grads
 
 
-def _not_differentiable(grads: tuple[torch.Tensor | None, ...]) -> tuple[torch.Tensor | None, ...]:
+def _not_differentiable(
+    grads: tuple[torch.Tensor | None, ...], made_of: Sequence[torch.Tensor | None]
+) -> tuple[torch.Tensor | None, ...]:
     """The gradients of a backward with ``create_graph``, which raise where they are differentiated.
 
     torch's once_differentiable does the same only where grad_y requires a gradient. It need not: the gradients
-    depend on x and the parameters too, and a penalty on them would be without effect, silently.
+    depend on x and the parameters too, and a penalty on them would be without effect, silently. Those are
+    inputs of the node that refuses: autograd leaves out nodes with no way to what it was asked for.
     """
-    refuse = torch._C._functions.DelayedError(NO_SECOND_DERIVATIVE.encode(), len(grads))
     inputs: list[Any] = [None if grad is None else grad.detach().requires_grad_() for grad in grads]
-    return tuple(refuse(*inputs))
+    inputs += [tensor for tensor in made_of if tensor is not None and tensor.requires_grad]
+    refuse = torch._C._functions.DelayedError(NO_SECOND_DERIVATIVE.encode(), len(inputs))
+    return tuple(refuse(*inputs)[: len(grads)])
 
 
 def _require_no_tangents(inputs: Sequence[torch.Tensor | None]) -> None:

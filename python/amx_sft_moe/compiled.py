@@ -181,8 +181,8 @@ def _backward(
     shared_a: bool,
     apart: bool,
     scaling: Sequence[float],
-    parameters: Sequence[torch.Tensor | None],
     wanted: Sequence[bool],
+    *parameters: torch.Tensor | None,
 ) -> list[torch.Tensor]:
     experts = _experts(handle, parameters)
     memory = _memory_in_use.get(saved.data_ptr())
@@ -240,8 +240,8 @@ def _fake_gradients(
     shared_a: bool,
     apart: bool,
     scaling: Sequence[float],
-    parameters: Sequence[torch.Tensor | None],
     wanted: Sequence[bool],
+    *parameters: torch.Tensor | None,
 ) -> list[torch.Tensor]:
     of = [x, routing_weights, *parameters]
     return [
@@ -261,8 +261,8 @@ def _differentiate(ctx: Any, grad_y: torch.Tensor, _: Any) -> tuple[torch.Tensor
     x, expert_ids, routing_weights, saved, *parameters = ctx.saved_tensors
     needs = ctx.needs_input_grad
     wanted = [needs[_X], needs[_ROUTING_WEIGHTS], *needs[_FIRST:]]
-    inputs = ctx.handle, x, expert_ids, routing_weights, saved, grad_y, *ctx.form, parameters, wanted
-    found = iter(torch.ops.amx_sft_moe.backward(*inputs))
+    inputs = ctx.handle, x, expert_ids, routing_weights, saved, grad_y, *ctx.form, wanted
+    found = iter(torch.ops.amx_sft_moe.backward(*inputs, *parameters))
     grad_x, grad_weights, *grads = [next(found) if want else None for want in wanted]
     return None, grad_x, None, grad_weights, None, None, None, None, *grads
 
@@ -282,9 +282,10 @@ torch.library.custom_op(
     "amx_sft_moe::backward",
     _backward,
     mutates_args=(),
+    # Not `Tensor?[] parameters`: torch.library has no edges to the tensors of a list that holds a None.
     schema=(
         "(int layer, Tensor x, Tensor expert_ids, Tensor routing_weights, Tensor saved, Tensor grad_y, "
-        "bool shared_a, bool apart, float[] scaling, Tensor?[] parameters, bool[] wanted) -> Tensor[]"
+        f"bool shared_a, bool apart, float[] scaling, bool[] wanted, {_PARAMETERS}) -> Tensor[]"
     ),
 )
 torch.library.register_fake("amx_sft_moe::backward", _fake_gradients)

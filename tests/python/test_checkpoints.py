@@ -301,9 +301,12 @@ class TestMappedModel:
         assert torch.equal(model.to("cpu").to(torch.float32)(ids()).logits, before)
         for cast in (model.half, model.double):
             with pytest.raises(
-                StateError, match=r"gate_up_proj: expected to stay in torch.float32 .* load_model"
+                StateError,
+                match=r"gate_up_proj: expected to stay in torch.float32 .* in which experts cannot be",
             ):
                 cast()
+        with pytest.raises(StateError, match=r"got torch.bfloat16: load the model by load_model\(..., dtype="):
+            model.bfloat16()
 
     def test_copies_read_the_same_files(self, checkpoint):
         model = load_model(checkpoint("mixtral"))

@@ -239,9 +239,9 @@ def test_operators_are_what_torch_expects() -> None:
     torch.library.opcheck(torch.ops.amx_sft_moe.forward_saved, call, test_utils=checks)
     y, activations = torch.ops.amx_sft_moe.forward_saved(*call)
     form = (False, False, [1.0] * 3)
-    inputs = (handle, x, ids, weights, activations, y, *form, [None] * compiled._NUM_PARAMETERS)
     wanted = [True, True] + [False] * compiled._NUM_PARAMETERS
-    torch.library.opcheck(torch.ops.amx_sft_moe.backward, (*inputs, wanted), test_utils=checks)
+    inputs = (handle, x, ids, weights, activations, y, *form, wanted, *[None] * compiled._NUM_PARAMETERS)
+    torch.library.opcheck(torch.ops.amx_sft_moe.backward, inputs, test_utils=checks)
 
 
 @pytest.mark.parametrize("kind", ["gate detached", "up detached", "two leaves"])
@@ -330,6 +330,18 @@ def test_second_derivative_is_refused(backend: str) -> None:
     (grad,) = torch.autograd.grad(y.sum(), x, create_graph=True)
     with pytest.raises(RuntimeError, match=r"^amx_sft_moe: expected one derivative .* got a second"):
         grad.square().sum().backward()
+
+
+@pytest.mark.parametrize("backend", ["eager", BACKEND])
+def test_penalty_on_a_gradient_is_refused_for_every_parameter(backend: str) -> None:
+    """Where parameters are named autograd goes to these only; there is a way to each from the gradients."""
+    layer = make_layer(Sizes(tokens=12), dtype=torch.float32)
+    module, x = module_of(layer), layer.x.requires_grad_()
+    y = torch.compile(module, backend=backend)(x, layer.expert_ids, layer.routing_weights)
+    (grad,) = torch.autograd.grad(y.sum(), x, create_graph=True)
+    for parameter in (parameter for parameter in module.parameters() if parameter.requires_grad):
+        with pytest.raises(RuntimeError):
+            torch.autograd.grad(y.sum() + grad.square().sum(), parameter, retain_graph=True)
 
 
 @pytest.mark.parametrize("strict", [False, True])

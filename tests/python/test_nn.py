@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 from torch.autograd import forward_ad
+from torch.utils.checkpoint import checkpoint
 
 from amx_sft_moe import ArgumentError, StateError, autograd
 from amx_sft_moe.nn import ExpertBiases, ExpertWeights, LoraFactors, sft_moe
@@ -242,6 +243,31 @@ def test_gradient_penalty_is_refused() -> None:
     for grad in grads:
         with pytest.raises(RuntimeError, match="expected one derivative"):
             (y.sum() + grad.pow(2).sum()).backward(retain_graph=True)
+    # Autograd goes no other way then than to what is named.
+    for leaf in leaves.values():
+        with pytest.raises(RuntimeError, match="expected one derivative"):
+            torch.autograd.grad(y.sum() + grads[0].pow(2).sum(), leaf, retain_graph=True)
+    with pytest.raises(RuntimeError, match="expected one derivative"):
+        torch.autograd.functional.hessian(
+            lambda x: sft_moe(experts, x, layer.expert_ids, layer.routing_weights).float().sum(),
+            layer.x.detach(),
+        )
+
+
+def test_gradient_penalty_is_refused_behind_a_checkpoint() -> None:
+    """Which lets nobody ask for saved tensors twice."""
+    layer = make_layer(SIZES)
+    experts, leaves = frozen(layer), leaves_of(layer)
+
+    def block(x: Tensor) -> Tensor:
+        return call(experts, layer, {**leaves, "grad_x": x})
+
+    x = leaves["grad_x"]
+    (grad,) = torch.autograd.grad(checkpoint(block, x, use_reentrant=False).sum(), x, create_graph=True)
+    (expected,) = torch.autograd.grad(block(x).sum(), x)
+    assert torch.equal(grad, expected)
+    with pytest.raises(RuntimeError, match="expected one derivative"):
+        torch.autograd.grad(grad.pow(2).sum(), leaves["gate_lora_a"])
 
 
 def test_forward_mode_is_refused() -> None:
@@ -325,6 +351,16 @@ def test_factors_that_would_be_taken_for_others_are_refused() -> None:
         (lambda: LoraFactors((six[0].float().numpy(), *six[1:])), TypeError, r"factors\[0\]: .* got ndarray"),
         (lambda: LoraFactors(six[0]), TypeError, r"factors: expected 6 in a tuple, got Tensor"),
         (lambda: LoraFactors(six, scaling=(2.0, 2.0)), ArgumentError, r"scaling: expected 3, got 2"),
+        (
+            lambda: LoraFactors(six, scaling=(1.0, "a", 1.0)),
+            TypeError,
+            r"scaling\[1\]: expected a number, got str 'a'",
+        ),
+        (
+            lambda: LoraFactors(six, scaling=(1.0, 1.0, float("nan"))),
+            ArgumentError,
+            r"scaling\[2\]: .* got nan",
+        ),
         (lambda: LoraFactors(six, scaling=2.0), TypeError, r"scaling: expected 3 in a tuple, got float"),
         (lambda: ExpertBiases(up_bias=layer.x.float().numpy()), TypeError, r"up_bias: .* got ndarray"),
         (lambda: misused(layer, lora=six), TypeError, r"lora: expected LoraFactors, got tuple"),

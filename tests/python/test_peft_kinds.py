@@ -6,6 +6,7 @@ Runs with every PEFT from 0.18 on: what a version cannot do is skipped, by what 
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from typing import Any
 
 import peft
@@ -17,7 +18,8 @@ from transformers import GptOssConfig, GptOssForCausalLM, PreTrainedModel
 from transformers.integrations import peft as transformers_peft
 
 from amx_sft_moe.autograd import LoraFactors, sft_moe
-from amx_sft_moe.integrations.adapters_in_use import NotUnderstoodError
+from amx_sft_moe.integrations import adapters_in_use
+from amx_sft_moe.integrations.adapters_in_use import ActiveAdapters, NotUnderstoodError
 from amx_sft_moe.layer import ExpertWeights
 from models import EXPERTS, SIZES, add_lora, base_model, batch, loss_and_gradients
 from peft_watch import (
@@ -356,3 +358,26 @@ def test_adapters_come_and_go(calls: list[Any]) -> None:
     assert len(set(losses)) == 4, "after the deletion only the second is left"
     assert losses[1] == pytest.approx(losses[3], rel=1e-6)
     assert len(calls) == 3 * 5
+
+
+def test_interrupted_on_the_way_in(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ctrl-C before the call has begun: the module is as it was, and a graph may be traced of it."""
+
+    class Interrupted:
+        def get(self) -> tuple[()]:
+            return ()
+
+        def set(self, adapters: object) -> None:
+            raise KeyboardInterrupt
+
+    module = nn.Module()
+    adapters = ActiveAdapters(module, "weight", list, nullcontext)
+    monkeypatch.setattr(adapters_in_use, "active", Interrupted())
+    with pytest.raises(KeyboardInterrupt), adapters_in_use.in_use(adapters):
+        pytest.fail("not interrupted")
+    monkeypatch.undo()
+    assert adapters_in_use.traced_on(module) == []
+    with adapters_in_use.in_use(adapters):
+        assert adapters_in_use.active_on(module) == [adapters]
+        assert adapters_in_use.traced_on(module) is None
+    assert adapters_in_use.active_on(module) == adapters_in_use.traced_on(module) == []

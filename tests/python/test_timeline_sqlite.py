@@ -42,7 +42,7 @@ class TestNsys:
     def test_os_calls_kernels_and_copies(self, tmp_path):
         tid = global_tid(40, 41)
         rows = {
-            "OSRT_API": [(1, 5, 27, tid, 2), (7, 7, 31, tid, 5)],
+            "OSRT_API": [(1, 5, 27, tid, 2), (7, 7, 31, tid, 5), (9, 8, 27, tid, 2)],
             "CUPTI_ACTIVITY_KIND_KERNEL": [(10, 30, 0, 7, tid & ~0xFFFFFF, 3, 4)],
             "CUPTI_ACTIVITY_KIND_MEMCPY": [(30, 40, 0, 7, None, 4096, 1), (40, 45, 0, 7, None, 64, 99)],
             "ThreadNames": [(5, 20, tid)],
@@ -56,6 +56,7 @@ class TestNsys:
         ]
         assert read.ranges["bytes"].tolist()[2:] == [4096, 64]
         assert read.thread_label(40, 41) == "41 worker"
+        assert any("1 rows could not be used" in note for note in read.notes), "one ends before it begins"
 
     @pytest.mark.parametrize("column", ["textId", "domainId", "text"])
     def test_columns_of_other_versions(self, tmp_path, column):

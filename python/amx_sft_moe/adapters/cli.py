@@ -7,6 +7,7 @@ import json
 import os
 import sys
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import asdict
 from typing import Any
 
@@ -67,7 +68,8 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def _say(text: str) -> None:
-    sys.stdout.write(text + "\n")
+    with suppress(BrokenPipeError):  # the status says it too, and somebody may go by that alone
+        sys.stdout.write(text + "\n")
 
 
 def _convert(options: Any) -> int:

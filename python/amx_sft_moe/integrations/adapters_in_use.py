@@ -8,7 +8,6 @@ hold the factors. Either gives what is added to the parameter as it is stored; h
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar
@@ -58,11 +57,11 @@ class ActiveAdapters:
 active: ContextVar[tuple[ActiveAdapters, ...]] = ContextVar("amx_sft_moe_active_adapters", default=())
 
 
-# Attributes of experts modules: dynamo can guard a graph by those, not by a context variable. The first counts
-# the adapters in use in eager calls, of all threads; the second has those of the call that is being traced.
+# Attributes of experts modules: dynamo can guard a graph by those, not by a context variable. The first has an
+# entry for each of the adapters in use in eager calls, of all threads; the second has those of the call that is
+# being traced.
 _SCOPES = "_amx_sft_moe_scopes"
 _TRACED = "_amx_sft_moe_traced"
-_counting = threading.Lock()
 
 
 @contextmanager
@@ -76,26 +75,27 @@ def in_use(adapters: ActiveAdapters) -> Iterator[None]:
         finally:
             setattr(adapters.module, _TRACED, before)
         return
-    _count(adapters.module, 1)
-    token = active.set((*active.get(), adapters))
+    # Ctrl-C may come between any two lines: what is taken out if it is there comes out right, a count would
+    # stay wrong.
+    scopes: list[object] = adapters.module.__dict__.setdefault(_SCOPES, [])
+    before, this = active.get(), object()
     try:
+        scopes.append(this)
+        active.set((*before, adapters))
         yield
     finally:
-        active.reset(token)
-        _count(adapters.module, -1)
-
-
-def _count(module: nn.Module, change: int) -> None:
-    with _counting:
-        # In a list, so that it is none of the constants that a gate may depend on.
-        module.__dict__.setdefault(_SCOPES, [0])[0] += change
+        try:
+            active.set(before)
+        finally:
+            if this in scopes:
+                scopes.remove(this)
 
 
 def traced_on(module: nn.Module) -> list[ActiveAdapters] | None:
     """The adapters of the call of ``module`` that dynamo traces, marked as used; None where the graph cannot
     know them, since they came before it."""
     found = list(getattr(module, _TRACED, ()))
-    if is_parametrized(module) or getattr(module, _SCOPES, (0,))[0] > 0:
+    if is_parametrized(module) or len(getattr(module, _SCOPES, ())) > 0:
         return None
     for adapters in found:
         adapters.used = True

@@ -126,9 +126,12 @@ def _refusal(stack: MappedStack, what: object) -> str:
 def _same(stack: MappedStack, *args: Any, **options: Any) -> MappedStack:
     dtype = options.get("dtype")
     if dtype is not None and dtype != stack.dtype:
+        may = dtype in (torch.bfloat16, torch.float32)
+        advice = (
+            f": load the model by load_model(..., dtype={dtype})" if may else ", in which experts cannot be"
+        )
         raise StateError(
-            f"{stack.parameter_name}: expected to stay in {stack.dtype} as in its files, got {dtype}: load the "
-            f"model by load_model(..., dtype={dtype})"
+            f"{stack.parameter_name}: expected to stay in {stack.dtype} as in its files, got {dtype}{advice}"
         )
     return MappedStack(stack.parts, stack.parameter_name)
 

@@ -11,6 +11,7 @@ from io import TextIOWrapper
 from pathlib import Path
 from typing import IO
 
+from ..standard_output import printing
 from . import analysis, key_figures, read
 from .comparison import compare
 from .errors import TimelineError
@@ -291,7 +292,7 @@ def _write_pictures(
         _write_file(options.html, content.encode("utf-8"))
 
 
-def _run(options: argparse.Namespace, out: IO[str]) -> None:
+def _run(options: argparse.Namespace, out: IO[str]) -> int:
     comparison = None
     if options.compare:
         before, timeline = (_load([path], options) for path in options.compare)
@@ -314,6 +315,7 @@ def _run(options: argparse.Namespace, out: IO[str]) -> None:
         or not (options.png or options.html)
     ):
         _write_reports(reports, options, out)
+    return 0
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -325,8 +327,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if isinstance(sys.stdout, TextIOWrapper):  # names have characters that its encoding may lack
         sys.stdout.reconfigure(errors="backslashreplace")
     try:
-        _run(options, sys.stdout)
-        sys.stdout.flush()
+        return printing(lambda: _run(options, sys.stdout))
     except TimelineError as error:
         sys.stderr.write(f"error: {error}\n")
         return 1
@@ -336,15 +337,3 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         sys.stderr.write("interrupted\n")
         return 130
-    except BrokenPipeError:
-        _drop_output()  # whoever read us has enough (| head)
-    except OSError as error:  # files of ours are named by a TimelineError
-        sys.stderr.write(f"error: {error.filename or 'standard output'}: {error.strerror or error}\n")
-        _drop_output()
-        return 1
-    return 0
-
-
-def _drop_output() -> None:
-    """What is left in the buffer goes nowhere: the interpreter would try to flush it once more."""
-    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

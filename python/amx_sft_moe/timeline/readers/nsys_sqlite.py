@@ -102,6 +102,8 @@ class _Reader:
         end: int,
         size: float = NOT_KNOWN,
     ) -> None:
+        if end < begin:
+            raise ValueError("ends before it begins")  # one of the rows that cannot be used
         if self._filters.keeps_for_passes(kind, name, thread, begin, end):
             self._into.add_range(
                 kind, name, category, process, thread, begin, end, UNKNOWN, "", NOT_KNOWN, size
