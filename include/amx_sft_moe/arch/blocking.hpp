@@ -102,6 +102,9 @@ constexpr index_t rows_of_stream(index_t n, index_t streams = kStreams) {
 }
 // Of x, up to which that is so in gemm_nt: half of the 2 MiB of L2 that every CPU with AMX has, and LoRA's u beside it.
 inline constexpr index_t kStreamedBytes = index_t{1088} << 10;
+// Elements of a row from which, where tokens take more than one block of tiles, memory is asked for the next tile of rows
+// while one is multiplied: a page of 4 KiB (benchmarks/LOG.md, "Next rows asked for").
+inline constexpr index_t kLongRow = 2048;
 // What of C is finished together then, in L1: columns of gemm_nn, whose up to 16 rows are 16 KiB; rows of C^T of gemm_nt, whole
 // lines of what they are stored to.
 inline constexpr index_t kFinishedCols = 256;

@@ -90,6 +90,13 @@ struct Segment {
   }
 };
 
+// Rows of A that a later block has, whose memory is asked for while this one is multiplied.
+template <class E>
+struct NextRows {
+  const E* from = nullptr;
+  index_t stride = 0, rows = 0;
+};
+
 // Base product and LoRA, for gate and up, each perhaps with a staged tail of K.
 inline constexpr int kMaxSegments = 8;
 
@@ -98,6 +105,7 @@ struct Segments {
   Segment<E> at[kMaxSegments];
   int count = 0;
   index_t k_tile = 0;  // AMX: the step along K, of which every segment's k is a multiple
+  NextRows<E> ahead;   // AMX, strips of rows: at each step of the first segment a line of each is asked for
 
   void add(const Segment<E>& segment) {
     if (segment.k > 0) at[count++] = segment;

@@ -52,7 +52,9 @@ class StreamedRows {
     tile_ = all_;
   }
 
+  // The tile that is multiplied from now on; its first token is the next.
   void begin(const StreamTile& tile) {
+    next_ = tile.row + 1 < tile.apart ? StreamTile{tile.row + 1, tile.apart, tile.rows} : StreamTile{};
     for (std::size_t o = 0; o < Outputs; ++o) {
       for (int s = 0; s < all_[o].count; ++s) {
         const arch::Segment<E>& from = all_[o].at[s];
@@ -63,6 +65,13 @@ class StreamedRows {
       }
     }
   }
+  // While output o of the tile is multiplied from now on, memory is asked for the rows [first, last) of the next one.
+  void ask_for(std::size_t o, index_t first, index_t last) {
+    const arch::Segment<E>& from = all_[o].at[0];
+    const index_t rows = std::min(last, next_.rows) - first;
+    tile_[o].ahead = {from.a + (next_.row + first * next_.apart) * from.a_stride, next_.apart * from.a_stride,
+                      rows};
+  }
   // The tile's next `cols` tokens of output o.
   void multiply(typename Kernel::Session& session, std::size_t o, index_t rows, index_t cols,
                 const arch::SumRows& c) {
@@ -72,6 +81,7 @@ class StreamedRows {
 
  private:
   std::array<arch::Segments<E>, Outputs> all_, tile_;
+  StreamTile next_{};  // of no rows: there is none
 };
 
 // Whether x of all terms stays in L2 while tiles of rows meet it.
@@ -94,11 +104,13 @@ void product_of_streams(ThreadContext<Kernel>& thread, index_t out, index_t toke
     return c + (static_cast<index_t>(o) * out + row) * stride;
   };
   StreamedRows<Kernel, Outputs> rows(thread.scratch, out, outputs);
-  const index_t wide = Micro::even_cols(tokens);
+  const index_t wide = Micro::even_cols(tokens), parts = ceil_div(tokens, wide);
+  const bool ahead = parts > 1 && outputs[0][0].k >= arch::kLongRow;
   for_each_stream_tile(out, [&](const StreamTile& tile) {
     rows.begin(tile);
-    for (index_t col = 0; col < tokens; col += wide) {
+    for (index_t col = 0, part = 0; col < tokens; col += wide, ++part) {
       for (std::size_t o = 0; o < Outputs; ++o) {
+        if (ahead) rows.ask_for(o, part * arch::kStreams / parts, (part + 1) * arch::kStreams / parts);
         rows.multiply(thread.session, o, tile.rows, std::min(wide, tokens - col),
                       {row_of(o, tile.row) + col, stride * tile.apart, true});
       }

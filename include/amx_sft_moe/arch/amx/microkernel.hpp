@@ -174,17 +174,19 @@ struct AmxMicrokernel {
   // Strips one below the other.
   static void row_strips(Session& session, const Segments<bf16>& segments, index_t rows, index_t cols,
                          const SumRows& c) {
-    const auto strip = kRowStrips[static_cast<std::size_t>(ceil_div(cols, kPanelCols) - 1)];
+    const auto& strips = segments.ahead.rows > 0 ? kRowStripsOf<true> : kRowStripsOf<false>;
+    const auto strip = strips[static_cast<std::size_t>(ceil_div(cols, kPanelCols) - 1)];
     for (index_t row = 0; row < rows; row += amx::kTileRows) {
       session.use(shape_of(kRow, rows - row, cols, segments.k_tile), config_for);
       strip(segments, row, c.from(row, 0));
     }
   }
 
-  // A tile of rows from `row` on of A.
-  template <int ColTiles>
+  // A tile of rows from `row` on of A; perhaps lines of a later one's are asked for.
+  template <int ColTiles, bool Ahead>
   static void row_strip(const Segments<bf16>& segments, index_t row, const SumRows& c) {
     constexpr auto kIds = std::make_integer_sequence<int, ColTiles>{};
+    [[maybe_unused]] NextRows<bf16> ahead = segments.ahead;
     each(kIds, [&](auto j) { amx::begin_sums<j()>(c, 0, j() * kPanelCols); });
     for_each_step(segments, [&](const Segment<bf16>& segment, const bf16* a, const bf16* b) {
       amx::load<6>(a + row * segment.a_stride, segment.a_stride * 2);
@@ -192,6 +194,11 @@ struct AmxMicrokernel {
         amx::load<7>(b + j() * segment.panel_stride, kLine);
         amx::dpbf16<j(), 6, 7>();
       });
+      if constexpr (Ahead) {
+        if (&segment != segments.at) return;
+        for (index_t r = 0; r < ahead.rows; ++r) __builtin_prefetch(ahead.from + r * ahead.stride, 0, 3);
+        ahead.from += kKUnit;
+      }
     });
     each(kIds, [&](auto j) { amx::end_sums<j()>(c, 0, j() * kPanelCols); });
   }
@@ -202,8 +209,10 @@ struct AmxMicrokernel {
   static constexpr std::array<Tiles, kStrip> kColumns{column<1>, column<2>, column<3>,
                                                       column<4>, column<5>, column<6>};
   using RowStrip = void (*)(const Segments<bf16>&, index_t, const SumRows&);
-  static constexpr std::array<RowStrip, kStrip> kRowStrips{row_strip<1>, row_strip<2>, row_strip<3>,
-                                                           row_strip<4>, row_strip<5>, row_strip<6>};
+  template <bool Ahead>
+  static constexpr std::array<RowStrip, kStrip> kRowStripsOf{row_strip<1, Ahead>, row_strip<2, Ahead>,
+                                                             row_strip<3, Ahead>, row_strip<4, Ahead>,
+                                                             row_strip<5, Ahead>, row_strip<6, Ahead>};
 };
 
 }  // namespace arch
