@@ -339,6 +339,17 @@ TEST_F(InStreams, EachOutputIsExact) {
   }
 }
 
+// As many that a tile of rows meets them in several blocks, memory asked for the next one meanwhile; and more of x than stays
+// in L2 beside streams, in blocks of neighbouring rows.
+TEST_F(InStreams, AndWithManyTokens) {
+  constexpr index_t kStreamed = 112, kMore = 190;
+  static_assert(kLongIn * kStreamed * index_t{sizeof(bf16)} <= arch::kStreamedBytes && kLongIn >= arch::kLongRow);
+  static_assert(kLongIn * kMore * index_t{sizeof(bf16)} > arch::kStreamedBytes);
+  for (const index_t tokens : {kStreamed, kMore}) {
+    for (const index_t outs : {1, 31, 32, 47, 100, 264}) expect_exact(kLongIn, tokens, outs);
+  }
+}
+
 TEST_F(InStreams, OfTwoOutputsEachIsExact) {
   constexpr index_t kIn = 70, kTokens = 19, kOuts = 83;
   AlignedBuffer<bf16> packed;

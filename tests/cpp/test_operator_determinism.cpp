@@ -72,7 +72,7 @@ TYPED_TEST(OperatorDeterminism, ThreadsOfOpenMpAtTheTimeOfTheCall) {
     expect_same_bits(want, got);
     std::size_t team = 0;
     for (const auto& region : moe.last_forward().regions()) team = std::max(team, region.threads.size());
-    EXPECT_GE(team, static_cast<std::size_t>(threads));
+    EXPECT_EQ(team, static_cast<std::size_t>(threads));
   }
   omp_set_num_threads(before);
 }

@@ -145,6 +145,9 @@ inline constexpr std::array kCases = {
     Case{"rows_14_long_gate_up", 14, 1, 1, 2801, 70, {7, 0, 66}},
     Case{"rows_15_long_gate_up", 15, 1, 1, 2801, 70, {7, 0, 66}},
     Case{"rows_15_long_down", 15, 1, 1, 70, 2801, {66, 7, 5}},
+    // More of x, and of h, than tiles keep in L2 while they read weights in streams.
+    Case{"rows_300_long_gate_up", 300, 1, 1, 1900, 35, {4, 4, 4}, kDistinct, false, kSilu, false},
+    Case{"rows_300_long_down", 300, 1, 1, 35, 1900, {4, 4, 4}, kDistinct, false, kSilu, false},
     // The last task of gemm_nt has 6 tokens, as few as an expert would have read in place.
     Case{"rows_4230", 4230, 1, 2, 16, 18, {3, 2, 4}, kOneExpert},
     // Gradients of the base weights: tails of every dimension, more rows than one sum takes, more rows and columns

@@ -52,6 +52,8 @@ class StreamedRows {
     tile_ = all_;
   }
 
+  bool are_long() const { return all_[0].at[0].k >= arch::kLongRow; }
+
   // The tile that is multiplied from now on; its first token is the next.
   void begin(const StreamTile& tile) {
     next_ = tile.row + 1 < tile.apart ? StreamTile{tile.row + 1, tile.apart, tile.rows} : StreamTile{};
@@ -105,7 +107,7 @@ void product_of_streams(ThreadContext<Kernel>& thread, index_t out, index_t toke
   };
   StreamedRows<Kernel, Outputs> rows(thread.scratch, out, outputs);
   const index_t wide = Micro::even_cols(tokens), parts = ceil_div(tokens, wide);
-  const bool ahead = parts > 1 && outputs[0][0].k >= arch::kLongRow;
+  const bool ahead = parts > 1 && rows.are_long();
   for_each_stream_tile(out, [&](const StreamTile& tile) {
     rows.begin(tile);
     for (index_t col = 0, part = 0; col < tokens; col += wide, ++part) {
@@ -125,20 +127,6 @@ void product_of_streams(ThreadContext<Kernel>& thread, index_t out, index_t toke
   }
 }
 
-// Rows [0, rows) of [rows, cols] of the kernel's own type, their columns adjacent: where they lie, or staged.
-template <class Kernel>
-arch::RowSource<typename Kernel::Compute> adjacent_rows(Buffer& staged_rows, const AnyRows& from, index_t rows,
-                                                        index_t cols) {
-  using E = typename Kernel::Compute;
-  // One row may have any distance from a second that is not there, and its bytes no number.
-  if (const E* direct = from.template direct<E>())
-    return {direct, rows > 1 ? from.row_stride() : cols, 1, nullptr};
-  E* staged = staged_rows.as<E>(rows * cols);
-  from.visit(
-      [&](const auto& source) { Kernel::Rows::template stage<E>(source, rows, cols, cols, staged, cols); });
-  return {staged, cols, 1, nullptr};
-}
-
 // C [rows, cols] = sum over the terms, of few rows: B is multiplied as it lies. C stays in the scratch until all terms are in
 // it; then it is put in order and finished, some columns at a time.
 template <FewRowsInPlace Kernel, std::size_t Terms, class Epilogue>
@@ -150,8 +138,8 @@ void product_of_few_rows(ThreadContext<Kernel>& thread, index_t rows, index_t co
   const arch::SumRows c{scratch.c_blocks.template as<float>(rows * stride), stride, true};
   auto* room = scratch.b_panels.template as<typename Kernel::Compute>(FewRows::kRoom);
   sum_terms<NnTerm>(terms, rows, c, [&](const NnTerm& term, const arch::SumRows& sums) {
-    const auto a = adjacent_rows<Kernel>(scratch.a_rows, term.a, rows, term.k);
-    const auto b = adjacent_rows<Kernel>(scratch.b_rows, term.b, term.k, cols);
+    const auto a = adjacent_rows<Kernel>(scratch.a_rows, term.a, rows, term.k, 1);
+    const auto b = adjacent_rows<Kernel>(scratch.b_rows, term.b, term.k, cols, 1);
     FewRows::multiply(thread.session, a, rows, b, term.k, cols, sums, room);
   });
   for (index_t col = 0; col < cols; col += arch::kFinishedCols) {

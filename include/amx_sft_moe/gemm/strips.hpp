@@ -33,21 +33,21 @@ constexpr index_t strips_stride(index_t cols) {
   return round_up(cols, arch::kStripCols) + 2 * arch::kPanelCols;
 }
 
-// Rows [0, rows) of A's columns [0, k), K adjacent and zeros up to the kernel's unit: where they lie, or staged.
+// Rows [0, rows) of A's columns [0, k), K adjacent and zeros up to a multiple of `unit`: where they lie, or in `staged`.
 template <class Kernel>
-arch::RowSource<typename Kernel::Compute> strip_rows(Scratch& scratch, const AnyRows& a, index_t rows,
-                                                     index_t k) {
+arch::RowSource<typename Kernel::Compute> adjacent_rows(Buffer& staged, const AnyRows& a, index_t rows,
+                                                        index_t k, index_t unit) {
   using E = typename Kernel::Compute;
-  constexpr index_t kUnit = Kernel::Microkernel::kKUnit;
-  if (const E* direct = a.template direct<E>(); direct != nullptr && k % kUnit == 0) {
-    return {direct, a.row_stride(), 1, nullptr};
+  if (const E* direct = a.template direct<E>(); direct != nullptr && k % unit == 0) {
+    // One row may have any distance from a second that is not there, and its bytes no number.
+    return {direct, rows > 1 ? a.row_stride() : k, 1, nullptr};
   }
   const index_t stride = round_up(k, arch::kPanelCols);
-  E* staged = scratch.a_rows.template as<E>(rows * stride);
+  E* to = staged.as<E>(rows * stride);
   a.visit([&](const auto& source) {
-    Kernel::Rows::template stage<E>(source, rows, k, round_up(k, kUnit), staged, stride);
+    Kernel::Rows::template stage<E>(source, rows, k, round_up(k, unit), to, stride);
   });
-  return {staged, stride, 1, nullptr};
+  return {to, stride, 1, nullptr};
 }
 
 // B's rows with their elements adjacent: themselves, or a copy of [rows, cols].
@@ -188,7 +188,8 @@ void multiply_rows_by_blocks(Scratch& scratch, const AnyRows& a, index_t rows, c
   Strips<Kernel> strips(scratch);
   for (index_t kk = 0; kk < k; kk += depth) {
     const index_t here = std::min(depth, k - kk);
-    const auto a_block = strip_rows<Kernel>(scratch, a.from(0, kk), rows, here);
+    const auto a_block =
+        adjacent_rows<Kernel>(scratch.a_rows, a.from(0, kk), rows, here, Kernel::Microkernel::kKUnit);
     const index_t left = b.col_stride() == 1 ? k - kk : here;  // a copy is of one block
     with_adjacent_rows<Kernel>(scratch, b.from(kk, 0), here, cols, [&](const auto& source) {
       // Of the rest of K this block only: A's next is not there yet. B's next is announced.
@@ -207,7 +208,7 @@ void multiply_rows(Scratch& scratch, const AnyRows& a, index_t rows, const AnyRo
   using Micro = typename Kernel::Microkernel;
   if constexpr (SumsInPlace<Kernel>) {
     if (Micro::in_place(k, rows)) {
-      const auto a_rows = strip_rows<Kernel>(scratch, a, rows, k);
+      const auto a_rows = adjacent_rows<Kernel>(scratch.a_rows, a, rows, k, Micro::kKUnit);
       return with_adjacent_rows<Kernel>(scratch, b, k, cols, [&](const auto& source) {
         Micro::multiply_in_place(a_rows.data, a_rows.row_stride, rows, source, k, cols, c);
       });
