@@ -29,6 +29,7 @@ from typing import Any
 import replay
 import tasklist
 from tasklist import Costs, Region, Task, TaskList
+from whole_numbers import positive
 
 PUBLISHED_MS = {"forward": 129.6, "backward": 341.6}
 SHAPE, THREADS = "deepseek-v3", 60  # of the published profile
@@ -232,12 +233,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--program", type=Path, default=tasklist.PROGRAM)
     parser.add_argument("--costs", type=Path, default=tasklist.COSTS)
-    parser.add_argument("--tokens", type=int, default=128)
+    parser.add_argument("--tokens", type=positive, default=128)
     parser.add_argument("--spread", default="uniform", choices=("uniform", "zipf", "even"))
     parser.add_argument(
         "--regions", action="store_true", help="counts, and each region on the first machine or the one at hand"
     )
-    parser.add_argument("--threads", type=int, help="of a machine at hand, one on each core")
+    parser.add_argument("--threads", type=positive, help="of a machine at hand, one on each core")
     parser.add_argument("--ghz", type=float, help="of its cores")
     parser.add_argument("--bandwidth", type=float, help="GB/s that these threads read")
     args = parser.parse_args()

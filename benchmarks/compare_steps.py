@@ -18,10 +18,16 @@ import statistics
 import sys
 import tempfile
 from pathlib import Path
+from typing import NoReturn
 
 from compare_trees import KERNELS, build, order
+from whole_numbers import positive
 
 Times = tuple[float, float, float]
+
+
+def fail(library: ctypes.CDLL, what: str) -> NoReturn:
+    sys.exit(f"{what}: {library.last_error().decode()}")
 
 
 class Steppers:
@@ -33,12 +39,17 @@ class Steppers:
         self.libraries = libraries
         for library in libraries:
             library.new_layer.restype = library.new_stepper.restype = ctypes.c_void_p
+            library.run_step.restype = ctypes.c_bool
+            library.last_error.restype = ctypes.c_char_p
         self.layer = ctypes.c_void_p(
             libraries[0].new_layer(layer.encode(), ctypes.c_int64(tokens), spread == "zipf")
         )
         if self.layer.value is None:
-            sys.exit(f"--layer {layer}: no such layer in benchmarks/layer.hpp")
+            fail(libraries[0], f"--layer {layer}")
         self.steppers = [ctypes.c_void_p(library.new_stepper(self.layer, threads)) for library in libraries]
+        for library, stepper in zip(libraries, self.steppers, strict=True):
+            if stepper.value is None:
+                fail(library, f"an operator with {threads} threads")
 
     def free(self) -> None:
         for library, stepper in zip(self.libraries, self.steppers, strict=True):
@@ -51,7 +62,8 @@ def compare(libraries: list[ctypes.CDLL], steppers: list[ctypes.c_void_p], turns
     times: list[list[Times]] = [[] for _ in libraries]
     for which in order(len(libraries), turns + 1):
         seconds = (ctypes.c_double * 2)()
-        libraries[which].run_step(steppers[which], seconds)
+        if not libraries[which].run_step(steppers[which], seconds):
+            fail(libraries[which], "a step")
         times[which].append((seconds[0], seconds[1], sum(seconds)))
     return [own[1:] for own in times]
 
@@ -62,9 +74,9 @@ def main() -> None:
     parser.add_argument("--kernel", choices=KERNELS, default="avx512")
     parser.add_argument("--layer", default="qwen3-30b-a3b", help="one of benchmarks/layer.hpp")
     parser.add_argument("--spread", choices=("uniform", "zipf"), default="uniform", help="of the routes")
-    parser.add_argument("--tokens", nargs="+", type=int, default=[8, 128, 512])
-    parser.add_argument("--threads", type=int, default=os.cpu_count())
-    parser.add_argument("--turns", type=int, default=15)
+    parser.add_argument("--tokens", nargs="+", type=positive, default=[8, 128, 512])
+    parser.add_argument("--threads", type=positive, default=os.cpu_count())
+    parser.add_argument("--turns", type=positive, default=15)
     args = parser.parse_args()
 
     with tempfile.TemporaryDirectory() as folder:

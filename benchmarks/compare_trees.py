@@ -26,6 +26,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import numpy as np
+from whole_numbers import positive
 
 FORMS = ("nt", "nn", "tn")
 KERNELS = {
@@ -109,11 +110,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("trees", nargs="+", type=Path, help="checkouts; ratios are to the first")
     parser.add_argument("--kernel", choices=KERNELS, default="avx512")
-    parser.add_argument("--shape", nargs=2, type=int, default=(1536, 2048), metavar=("OUT", "IN"))
-    parser.add_argument("--tokens", nargs="+", type=int, default=[1, 2, 4, 8, 16, 32, 64])
+    parser.add_argument("--shape", nargs=2, type=positive, default=(1536, 2048), metavar=("OUT", "IN"))
+    parser.add_argument("--tokens", nargs="+", type=positive, default=[1, 2, 4, 8, 16, 32, 64])
     parser.add_argument("--forms", nargs="+", choices=FORMS, default=FORMS)
-    parser.add_argument("--threads", type=int, default=os.cpu_count())
-    parser.add_argument("--turns", type=int, default=31)
+    parser.add_argument("--threads", type=positive, default=os.cpu_count())
+    parser.add_argument("--turns", type=positive, default=31)
     parser.add_argument("--huge-pages", action="store_true", help="weights and tokens in pages of 2 MiB")
     args = parser.parse_args()
 

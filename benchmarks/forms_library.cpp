@@ -47,8 +47,8 @@ void store(const gemm::Block& block, float* result, index_t stride) {
 }  // namespace
 
 // `matrices` weights [out, in], one behind the other from `weights`, and activations [tokens, max(out, in)]: each
-// product once, cut into tasks as the operator cuts it. nt: x W^T. nn: grad W. tn: v^T x, with the weights' memory as x
-// and r = 16.
+// product once, columns of its result cut into tasks as the operator cuts them; tokens, which the operator cuts too
+// where they are many, are not. nt: x W^T. nn: grad W. tn: v^T x, with the weights' memory as x and r = 16.
 extern "C" {
 
 // Asks the operating system too, where the kernel needs its permission.

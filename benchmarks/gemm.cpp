@@ -5,11 +5,16 @@
 // Default: all OpenMP threads, all kernels on bf16 weights, weights [1536, 2048], 1 to 512 rows. Kernels on fp32
 // weights are named KERNEL_fp32, all of them all_fp32.
 //
-// Each measurement walks over enough distinct weight matrices (1.5 GiB at most) that none is found in a cache.
+// Each measurement walks over enough distinct weight matrices (1.5 GiB at most) that none is found in a cache. Not so
+// gemm_tn of few tokens: its 16384 products at most read 64 MiB of x with m = 1 and 256 MiB with m = 4 (2048 columns of
+// bf16), each turn the same, much of which a large cache keeps.
 // gemm_tn is the LoRA gradient's shape, r = 16 rows; gemm_tn_full the gradient of a base weight, by the operator's own
 // tasks. Where oneDNN was found, every form takes turns with `onednn_alone`, its matmul on the same work without this
 // library: ours, oneDNN, ours, ... `ours / oneDNN` is the median of the ratios of the times of a turn. Where the CPU
 // has no AVX512-BF16, oneDNN has no bf16 products and gets the same work in fp32, named so: onednn_alone_fp32.
+//
+// Machines are shared and a kernel takes minutes: the machine's limits are measured before the first kernel and again
+// behind each one, and the best values so far count for its shares. So its lines appear when it is done, below those.
 #include <algorithm>
 #include <array>
 #include <cstdio>
@@ -34,12 +39,12 @@ using bench::GemmMemory;
 using bench::GemmShape;
 using bench::Machine;
 
-constexpr int kTurns = 3;
+constexpr int kTurns = 5;
 
 // Who multiplies.
 struct Candidate {
   std::string name;
-  double peak;                                     // GFLOP/s of its instructions
+  double (*peak)(const Machine& machine);          // GFLOP/s of its instructions
   index_t element;                                 // bytes of an element of its operands
   std::function<double(Form, index_t m)> seconds;  // of one product
 };
@@ -64,43 +69,73 @@ double peak_of(const Machine& machine) {
 void report(const Candidate& who, Form form, index_t m, const GemmShape& shape, double seconds,
             const Machine& machine) {
   const bench::GemmWork work = bench::work_of(form, shape, m, who.element);
-  const double limit = std::max(work.flop / (who.peak * 1e9), work.bytes / (machine.bandwidth * 1e9));
+  const double peak = who.peak(machine);
+  const double limit = std::max(work.flop / (peak * 1e9), work.bytes / (machine.bandwidth * 1e9));
   std::printf("%-17s %-12s m=%-5lld %8.0f GFLOP/s  %4.0f %% of peak  %7.1f GB/s  %4.0f %% of the limit",
               who.name.c_str(), bench::name_of(form), static_cast<long long>(m), work.flop / seconds * 1e-9,
-              100 * work.flop / seconds * 1e-9 / who.peak, work.bytes / seconds * 1e-9, 100 * limit / seconds);
+              100 * work.flop / seconds * 1e-9 / peak, work.bytes / seconds * 1e-9, 100 * limit / seconds);
 }
 
+// Seconds of a product of each candidate, in each turn.
+struct Turns {
+  Form form;
+  index_t m;
+  std::vector<std::vector<double>> times;
+};
+
 // The first candidate and those that it is compared with, taking turns: machines are shared.
-void take_turns(const std::vector<Candidate>& candidates, Form form, index_t m, const GemmShape& shape,
-                const Machine& machine) {
-  std::vector<std::vector<double>> times(candidates.size());
+Turns take_turns(const std::vector<Candidate>& candidates, Form form, index_t m) {
+  Turns turns{form, m, std::vector<std::vector<double>>(candidates.size())};
   for (int turn = 0; turn < kTurns; ++turn) {
-    for (std::size_t c = 0; c < candidates.size(); ++c) times[c].push_back(candidates[c].seconds(form, m));
+    for (std::size_t c = 0; c < candidates.size(); ++c) {
+      turns.times[c].push_back(candidates[c].seconds(form, m));
+    }
   }
+  return turns;
+}
+
+void report(const std::vector<Candidate>& candidates, const Turns& turns, const GemmShape& shape,
+            const Machine& machine) {
   for (std::size_t c = 0; c < candidates.size(); ++c) {
-    report(candidates[c], form, m, shape, bench::median(times[c]), machine);
-    if (c > 0) std::printf("  ours / oneDNN %.2f", bench::median_ratio(times[0], times[c]));
+    report(candidates[c], turns.form, turns.m, shape, bench::median(turns.times[c]), machine);
+    if (c > 0) std::printf("  ours / oneDNN %.2f", bench::median_ratio(turns.times[0], turns.times[c]));
     std::printf("\n");
   }
+}
+
+// The machine's limits with that many threads, the best of all measurements so far.
+struct Limits {
+  int threads;
+  Machine best{};
+
+  void measure() {
+    best = bench::better_of(best, bench::measure_machine(threads));
+    bench::print(best, threads);
+  }
+};
+
+void bench_all(const std::vector<Candidate>& candidates, const GemmShape& shape, Limits& limits) {
+  std::vector<Turns> all;
+  for (const index_t m : shape.rows) {
+    for (const Form form : bench::kForms) all.push_back(take_turns(candidates, form, m));
+  }
+  limits.measure();
+  for (const Turns& turns : all) report(candidates, turns, shape, limits.best);
   std::fflush(stdout);
 }
 
-void bench_all(const std::vector<Candidate>& candidates, const GemmShape& shape, const Machine& machine) {
-  for (const index_t m : shape.rows) {
-    for (const Form form : bench::kForms) take_turns(candidates, form, m, shape, machine);
-  }
-}
-
 template <class Kernel>
-Candidate ours(bench::KernelForms<Kernel>& forms, const Machine& machine) {
-  return {label<Kernel>(), peak_of<Kernel>(machine), sizeof(typename Kernel::Weight),
+Candidate ours(bench::KernelForms<Kernel>& forms) {
+  return {label<Kernel>(), peak_of<Kernel>, sizeof(typename Kernel::Weight),
           [&forms](Form form, index_t m) { return forms.seconds(form, m); }};
 }
 
 #ifdef BENCH_HAS_ONEDNN
 template <class E>
-Candidate onednn_alone(bench::OneDnnForms<E>& forms, const Machine& machine) {
-  const double peak = kDTypeOf<E> == DType::kFp32 ? bench::peak_of_fp32(machine) : machine.peak();
+Candidate onednn_alone(bench::OneDnnForms<E>& forms) {
+  const auto peak = [](const Machine& machine) {
+    return kDTypeOf<E> == DType::kFp32 ? bench::peak_of_fp32(machine) : machine.peak();
+  };
   return {with_type<E>("onednn_alone"), peak, sizeof(E),
           [&forms](Form form, index_t m) { return forms.seconds(form, m); }};
 }
@@ -110,17 +145,18 @@ bool onednn_multiplies_bf16() {
 }
 
 template <class Kernel>
-void bench_kernel(const GemmShape& shape, int threads, const Machine& machine) {
+void bench_kernel(const GemmShape& shape, Limits& limits) {
   using W = typename Kernel::Weight;
+  const int threads = limits.threads;
   const GemmMemory<W> memory(shape, threads);
   bench::KernelForms<Kernel> forms(shape, threads, memory);
   if (kDTypeOf<W> == DType::kFp32 || onednn_multiplies_bf16()) {
     bench::OneDnnForms<W> theirs(shape, threads, memory);
-    return bench_all({ours(forms, machine), onednn_alone(theirs, machine)}, shape, machine);
+    return bench_all({ours(forms), onednn_alone(theirs)}, shape, limits);
   }
   const GemmMemory<float> in_fp32(shape, threads);
   bench::OneDnnForms<float> theirs(shape, threads, in_fp32);
-  bench_all({ours(forms, machine), onednn_alone(theirs, machine)}, shape, machine);
+  bench_all({ours(forms), onednn_alone(theirs)}, shape, limits);
 }
 
 void print_onednn() {
@@ -132,10 +168,10 @@ void print_onednn() {
 }
 #else
 template <class Kernel>
-void bench_kernel(const GemmShape& shape, int threads, const Machine& machine) {
-  const GemmMemory<typename Kernel::Weight> memory(shape, threads);
-  bench::KernelForms<Kernel> forms(shape, threads, memory);
-  bench_all({ours(forms, machine)}, shape, machine);
+void bench_kernel(const GemmShape& shape, Limits& limits) {
+  const GemmMemory<typename Kernel::Weight> memory(shape, limits.threads);
+  bench::KernelForms<Kernel> forms(shape, limits.threads, memory);
+  bench_all({ours(forms)}, shape, limits);
 }
 
 void print_onednn() {
@@ -175,11 +211,12 @@ Options parse(int argc, char** argv) {
   if (argc > 2) options.only = argv[2];
   if (argc == 4) throw std::invalid_argument("out in: expected both or none, got " + std::string(argv[3]));
   if (argc > 4) {
-    options.shape.out = number<index_t>("out", argv[3], 1);
-    options.shape.in = number<index_t>("in", argv[4], 1);
+    // As int, so that no product of sizes overflows an index_t.
+    options.shape.out = number("out", argv[3], 1);
+    options.shape.in = number("in", argv[4], 1);
   }
   if (argc > 5) options.shape.rows.clear();
-  for (int i = 5; i < argc; ++i) options.shape.rows.push_back(number<index_t>("m", argv[i], 1));
+  for (int i = 5; i < argc; ++i) options.shape.rows.push_back(number("m", argv[i], 1));
 
   std::string names = "all all_fp32";
   bool known = false;
@@ -193,13 +230,14 @@ Options parse(int argc, char** argv) {
 
 void run(const Options& options) {
   const GemmShape& shape = options.shape;
-  const Machine machine = bench::measure_machine(options.threads);
-  bench::print(machine, options.threads);
+  Limits limits{options.threads};
+  limits.measure();
   print_onednn();
   std::printf("weights [%lld, %lld] streamed from memory, medians of %d turns; ours / oneDNN: of times\n",
               static_cast<long long>(shape.out), static_cast<long long>(shape.in), kTurns);
+  std::fflush(stdout);
   for_each_timed([&]<class Kernel>() {
-    if (options.wants<Kernel>()) bench_kernel<Kernel>(shape, options.threads, machine);
+    if (options.wants<Kernel>()) bench_kernel<Kernel>(shape, limits);
   });
 }
 

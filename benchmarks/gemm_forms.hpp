@@ -1,4 +1,6 @@
-// The three GEMM forms of the library, timed: products cut into tasks as the operator cuts them.
+// The three GEMM forms of the library, timed: products cut into tasks as the operator cuts them, and whatever is packed
+// for a product packed inside the clock, as oneDNN alone gets plain operands. x of gemm_nt is packed once for each
+// product, where the operator packs it once for gate and up together.
 #pragma once
 
 #include <numeric>
@@ -33,9 +35,11 @@ class KernelForms {
   using W = typename Kernel::Weight;
 
   KernelForms(const GemmShape& shape, int threads, const GemmMemory<W>& memory)
-      : shape_(shape), threads_(threads), memory_(memory) {
+      : shape_(shape), threads_(threads), memory_(memory), x_panels_(static_cast<std::size_t>(threads)) {
     work_.reserve_threads(threads);
-    x_panels_.reserve(round_up(shape.most_rows(), arch::kPanelCols) * gemm::token_stride<Kernel>(shape.in));
+    for (auto& panels : x_panels_) {
+      panels.reserve(round_up(shape.most_rows(), arch::kPanelCols) * gemm::token_stride<Kernel>(shape.in));
+    }
   }
 
   // Seconds of one product, of many.
@@ -83,17 +87,30 @@ class KernelForms {
     Kernel::Rows::store(block.c, block.stride, block.rows, block.cols, to);
   }
 
+  // Packing x, `products` times, each thread into panels of its own: products read those of the first thread.
+  double pack_seconds(index_t m, index_t products, gemm::TokenForm form, index_t stride) {
+    const MatrixView<const W> x{memory_.activations.data(), m, shape_.in, shape_.in};
+    const auto pack = [&](std::size_t thread) {
+      gemm::pack_operand<Kernel>(x, m, shape_.in, form, {x_panels_[thread].data(), stride});
+    };
+    pack(0);  // which may get no task
+    return seconds_of([&] {
+      parallel::run_tasks(threads_, products, [&](int thread) {
+        return [&pack, at = static_cast<std::size_t>(thread)](index_t) { pack(at); };
+      });
+    });
+  }
+
   double nt_seconds(index_t m, index_t products) {
     const index_t stride = gemm::token_stride<Kernel>(shape_.in) * arch::kPanelCols;
-    const gemm::Panels<E> x{x_panels_.data(), stride};
+    const gemm::Panels<E> x{x_panels_[0].data(), stride};
     const gemm::TokenForm form = gemm::token_form<Kernel>(m);
-    gemm::pack_operand<Kernel>(MatrixView<const W>{memory_.activations.data(), m, shape_.in, shape_.in}, m,
-                               shape_.in, form, x);
+    const double packing = pack_seconds(m, products, form, stride);
     const index_t step = std::min(m, blocking_.template tokens_for<Kernel>(shape_.in, m));
     const index_t wide =
         blocking_.template nt_rows<Kernel>(step, shape_.out, {products, products * m, threads_});
     const GemmTasks tasks{products, ceil_div(m, step), ceil_div(shape_.out, wide)};
-    return run(tasks.count(), [&](auto& context, float* result, index_t task) {
+    const auto multiply = [&](auto& context, float* result, index_t task) {
       const index_t token = tasks.row(task) * step;
       const index_t tokens = std::min(step, m - token);
       const index_t first = tasks.col(task) * wide;
@@ -108,7 +125,8 @@ class KernelForms {
                                    shape_.out, 1.0F, nullptr);
       };
       gemm::gemm_nt<Kernel>(context, rows, tokens, form, outputs, store_block);
-    });
+    };
+    return packing + run(tasks.count(), multiply);
   }
 
   double nn_seconds(index_t m, index_t products) {
@@ -188,7 +206,7 @@ class KernelForms {
   const GemmMemory<W>& memory_;
   gemm::Blocking blocking_ = gemm::Blocking::of_this_machine();
   amx_sft_moe::Workspace work_;
-  amx_sft_moe::AlignedBuffer<E> x_panels_;
+  std::vector<amx_sft_moe::AlignedBuffer<E>> x_panels_;  // one for each thread
 };
 
 }  // namespace bench

@@ -72,7 +72,11 @@ struct GemmMemory {
 
   GemmMemory(const GemmShape& shape, int threads)
       : results(static_cast<std::size_t>(threads)),
-        matrices((index_t{3} << 29) / (shape.out * shape.in * static_cast<index_t>(sizeof(E)))) {
+        matrices((index_t{3} << 29) / static_cast<index_t>(sizeof(E)) / (shape.out * shape.in)) {
+    if (matrices == 0) {
+      throw std::invalid_argument("weights: expected at most 1.5 GiB, got [" + std::to_string(shape.out) +
+                                  ", " + std::to_string(shape.in) + "]");
+    }
     const index_t widest = std::max(shape.in, shape.out);
     fill(weights, matrices * shape.out * shape.in, 0.02F, 1);
     fill(activations, shape.most_rows() * widest, 1.0F, 2);

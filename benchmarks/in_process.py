@@ -32,6 +32,7 @@ from typing import Protocol
 import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
+from whole_numbers import positive
 
 import amx_sft_moe
 
@@ -162,9 +163,9 @@ def report(name: str, value: float, unit: str, bound: str) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--tokens", type=int, default=512)
-    parser.add_argument("--turns", type=int, default=9)
-    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--tokens", type=positive, default=512)
+    parser.add_argument("--turns", type=positive, default=9)
+    parser.add_argument("--threads", type=positive, default=2)
     parser.add_argument("--bench", type=Path)
     parser.add_argument("--folder", type=Path)
     args = parser.parse_args()

@@ -44,6 +44,7 @@ from pathlib import Path
 
 import torch
 import torch.nn.functional as F
+from whole_numbers import positive
 
 RANK, ALPHA = 16, 32.0
 PAUSE = 0.1  # seconds
@@ -385,10 +386,10 @@ def row_of(
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shape", default="qwen3-30b-a3b", choices=SHAPES)
-    parser.add_argument("--tokens", type=int, default=512)
+    parser.add_argument("--tokens", type=positive, default=512)
     parser.add_argument("--routing", default="uniform", choices=("uniform", "zipf"))
-    parser.add_argument("--iterations", type=int, default=7)
-    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--iterations", type=positive, default=7)
+    parser.add_argument("--threads", type=positive, default=2)
     parser.add_argument("--peers", default="ours,torch-grouped,torch-loop,kt-bf16,kt-int8")
     parser.add_argument("--base-weights", action="store_true", help="gradients of the base weights too")
     parser.add_argument("--check", action="store_true", help="also each result's difference from the first's")

@@ -34,6 +34,7 @@ from peft import LoraConfig, get_peft_model
 from torch import nn
 from transformers import Qwen3MoeConfig
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
+from whole_numbers import positive
 
 import amx_sft_moe
 
@@ -282,9 +283,9 @@ def main() -> None:
     """Measures and prints."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     for name, default in zip(SIZES, (32, 8, 2048, 768, 256, 8), strict=True):
-        parser.add_argument(f"--{name.replace('_', '-')}", type=int, default=default)
-    parser.add_argument("--turns", type=int, default=7)
-    parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)))
+        parser.add_argument(f"--{name.replace('_', '-')}", type=positive, default=default)
+    parser.add_argument("--turns", type=positive, default=7)
+    parser.add_argument("--threads", type=positive, default=len(os.sched_getaffinity(0)))
     parser.add_argument("--candidates", default=",".join(CANDIDATES), help="default: %(default)s")
     parser.add_argument("--json", action="store_true", help="one JSON document instead of the table")
     parser.add_argument("--memory-of", help=argparse.SUPPRESS)

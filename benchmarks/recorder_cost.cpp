@@ -1,19 +1,25 @@
 // What recording costs: the same small step with the recorder compiled out, compiled in, with text dumps, with a
 // trace. Two builds of the library in one program, taking turns step by step, so that a machine's moods meet all.
 //
-//   recorder_cost [tokens] [rounds] [threads] [kernel]         default: 8 tokens of qwen3-30b-a3b, 100 rounds
+//   recorder_cost [tokens] [rounds] [threads] [kernel]         default: 8 tokens of qwen3-30b-a3b, 100 rounds;
+//                                                              threads 0, the default: all OpenMP threads
 //
-// Kernels: avx512_bf16, avx2, portable, or auto, the first of them that this CPU has. `compiled out, again` is the noise:
-// a second operator of the first kind. Dumps are also timed by themselves.
+// Kernels: avx512_bf16, avx2, portable, or auto, the first of them that this CPU has. `compiled out, again` is the
+// noise: a second operator of the first kind. Dumps are also timed by themselves.
 #include "recorder_cost.hpp"
 
 #include <algorithm>
 #include <cstdio>
 #include <cstdlib>
+#include <exception>
 #include <filesystem>
 #include <numeric>
 #include <random>
+#include <stdexcept>
 #include <string>
+#include <system_error>
+
+#include "../examples/command_line.hpp"
 
 namespace {
 
@@ -66,17 +72,47 @@ struct Candidate {
   std::vector<double> ms, of_first;  // and its ratio to the first candidate's step of the same round
 };
 
-}  // namespace
+// Where dumps and traces go; what throws leaves none behind.
+class TemporaryFolder {
+ public:
+  TemporaryFolder()
+      : path_(std::filesystem::temp_directory_path() /
+              ("recorder_cost." + std::to_string(std::random_device()()))) {
+    std::filesystem::create_directory(path_);
+  }
+  TemporaryFolder(const TemporaryFolder&) = delete;
+  TemporaryFolder& operator=(const TemporaryFolder&) = delete;
+  ~TemporaryFolder() {
+    std::error_code ignored;
+    std::filesystem::remove_all(path_, ignored);
+  }
+  std::filesystem::path operator/(const char* file) const { return path_ / file; }
 
-int main(int argc, char** argv) {
-  const std::int64_t tokens = argc > 1 ? std::atoll(argv[1]) : 8;
-  const int rounds = argc > 2 ? std::atoi(argv[2]) : 100;
-  const int threads = argc > 3 ? std::atoi(argv[3]) : 0;
-  const std::string kernel = argc > 4 ? argv[4] : "auto";
+ private:
+  std::filesystem::path path_;
+};
+
+struct Options {
+  int tokens = 8, rounds = 100, threads = 0;
+  std::string kernel = "auto";
+};
+
+Options parse(int argc, char** argv) {
+  using command_line::number;
+  Options options;
+  if (argc > 1) options.tokens = number("tokens", argv[1], 1);
+  if (argc > 2) options.rounds = number("rounds", argv[2], 1);
+  if (argc > 3) options.threads = number("threads", argv[3], 0);
+  if (argc > 4) options.kernel = argv[4];
+  if (argc <= 5) return options;
+  throw std::invalid_argument("expected at most 4 arguments, got another: " + std::string(argv[5]));
+}
+
+void run(const Options& options) {
+  const int tokens = options.tokens, rounds = options.rounds, threads = options.threads;
+  const std::string& kernel = options.kernel;
   Data data = make_data(tokens);
-  const auto folder =
-      std::filesystem::temp_directory_path() / ("recorder_cost." + std::to_string(std::random_device()()));
-  std::filesystem::create_directory(folder);
+  const TemporaryFolder folder;
   const auto with = [&](const char* name, const char* value, const auto& make) {
     setenv(name, value, 1);
     auto made = make(data, kernel, threads);
@@ -108,7 +144,7 @@ int main(int argc, char** argv) {
       candidates[i].of_first.push_back(ms[i] / ms[0]);
     }
   }
-  std::printf("%lld tokens of qwen3-30b-a3b, kernel %s, median of %d steps\n", static_cast<long long>(tokens),
+  std::printf("%d tokens of qwen3-30b-a3b, kernel %s, median of %d steps\n", tokens,
               candidates[0].variant->kernel().c_str(), rounds);
   for (const Candidate& candidate : candidates) {
     std::printf("  %-20s %8.3f ms   %+6.2f %% (of medians)   %+6.2f %% (median of rounds)\n", candidate.name,
@@ -123,5 +159,15 @@ int main(int argc, char** argv) {
       "(%.2f %%)\n",
       dumps.text, 100 * dumps.text / step_us, dumps.json, 100 * dumps.json / step_us, dumps.trace,
       100 * dumps.trace / step_us);
-  std::filesystem::remove_all(folder);
+}
+
+}  // namespace
+
+int main(int argc, char** argv) {
+  try {
+    run(parse(argc, argv));
+  } catch (const std::exception& error) {
+    std::fprintf(stderr, "recorder_cost: %s\n", error.what());
+    return 2;
+  }
 }

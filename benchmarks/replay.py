@@ -21,6 +21,7 @@ from pathlib import Path
 import schedule
 import tasklist
 from tasklist import LORA_A_DOWN, Costs, Region, TaskList
+from whole_numbers import positive
 
 CONFIGURATIONS = (
     ("deepseek-v3", 128),
@@ -128,10 +129,10 @@ def main() -> None:
     parser.add_argument("--program", type=Path, default=tasklist.PROGRAM)
     parser.add_argument("--costs", type=Path, default=tasklist.COSTS)
     parser.add_argument("--kernel", default=MEASURED_KERNEL)
-    parser.add_argument("--threads", type=int, default=60)
+    parser.add_argument("--threads", type=positive, default=60)
     parser.add_argument("--bandwidth", type=float, help="GB/s that all threads share")
     parser.add_argument("--regions", action="store_true", help="each region of each step")
-    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--repeats", type=positive, default=5)
     args = parser.parse_args()
     if args.command == "measure":
         kernels = (args.kernel, COUNTED_KERNEL)

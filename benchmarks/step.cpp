@@ -2,7 +2,7 @@
 //
 //   bench_step [shape] [tokens] [kernel] [threads[,threads...]] [iterations] [--lora-cost]
 //   shapes: qwen3-30b-a3b, deepseek-v3 (22 GB of weights), deepseek-v3-32 (a slice of 32 experts), mixtral, gpt-oss,
-//   small
+//   qwen3-235b-64 (64 of the model's 128 experts), small
 //
 // Prints medians, the phases of a median step, LoRA's share, the share of what is no GEMM, and the share of the
 // machine's limit: the larger of useful FLOP / measured peak and bytes of active weights (each pass reads them once) /

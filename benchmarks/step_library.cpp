@@ -1,6 +1,9 @@
 // Steps of the operator as a shared library, for compare_steps.py: compiled against the headers of one source tree and
 // loaded beside that of another. Both work on the layer that one of them made, so that neither has better memory.
 #include <chrono>
+#include <exception>
+#include <stdexcept>
+#include <string>
 
 #include "amx_sft_moe/amx_sft_moe.hpp"
 #include "layer.hpp"
@@ -12,7 +15,8 @@
 namespace {
 
 using namespace amx_sft_moe;  // NOLINT(google-build-using-namespace)
-using Operator = AMX_SFT_MOE<BENCH_KERNEL>;
+using Kernel = BENCH_KERNEL;
+using Operator = AMX_SFT_MOE<Kernel>;
 
 struct Stepper {
   const bench::Layer& layer;
@@ -35,16 +39,43 @@ void step(Stepper& stepper, double* seconds) {
   seconds[1] = seconds_since(begin);
 }
 
+std::string message_of_last;
+
+// What make() returns, or a null where it throws: no exception gets through to C.
+template <class Make>
+auto or_null(Make&& make) -> decltype(make()) {
+  message_of_last.clear();
+  try {
+    return make();
+  } catch (const std::exception& error) {
+    message_of_last = error.what();
+  }
+  return {};
+}
+
 }  // namespace
 
 extern "C" {
 
-// A layer of a published model, nullptr where `shape` names none.
+// Asks the operating system too, where the kernel needs its permission.
+int is_available() {
+  return Kernel::available() ? 1 : 0;
+}
+
+// Why the last call returned a null or false; empty where it did not.
+const char* last_error() {
+  return message_of_last.c_str();
+}
+
+// A layer of a published model.
 const bench::Layer* new_layer(const char* shape, index_t tokens, bool zipf) {
-  const bench::LayerShape* named = bench::shape_named(shape);
-  bench::LayerOptions options;
-  options.spread = zipf ? bench::Spread::kZipf : bench::Spread::kUniform;
-  return named == nullptr ? nullptr : new bench::Layer(*named, tokens, options);
+  return or_null([&]() -> const bench::Layer* {
+    const bench::LayerShape* named = bench::shape_named(shape);
+    if (named == nullptr) throw std::invalid_argument("no such layer in benchmarks/layer.hpp");
+    bench::LayerOptions options;
+    options.spread = zipf ? bench::Spread::kZipf : bench::Spread::kUniform;
+    return new bench::Layer(*named, tokens, options);
+  });
 }
 
 void free_layer(const bench::Layer* layer) {
@@ -53,14 +84,17 @@ void free_layer(const bench::Layer* layer) {
 
 // An operator over that layer.
 Stepper* new_stepper(const bench::Layer* layer, int threads) {
-  return new Stepper(*layer, threads);
+  return or_null([&] { return new Stepper(*layer, threads); });
 }
 void free_stepper(Stepper* stepper) {
   delete stepper;
 }
 
 // A step that brings caches and threads to this operator, and one that counts: seconds of its forward and its backward.
-void run_step(Stepper* stepper, double* seconds) {
-  for (int i = 0; i < 2; ++i) step(*stepper, seconds);
+bool run_step(Stepper* stepper, double* seconds) {
+  return or_null([&] {
+    for (int i = 0; i < 2; ++i) step(*stepper, seconds);
+    return true;
+  });
 }
 }

@@ -19,6 +19,7 @@ SOURCES = {
     "onednn_bf16_bf16": "moe_onednn_bf16",
     "onednn_zmm_fp32": "moe_onednn_fp32",
     "onednn_ymm_bf16": "moe_onednn_widened_bf16",
+    "onednn_ymm_fp32": "moe_onednn_avx2_fp32",
     "onednn_plain_fp32": "moe_onednn_plain_fp32",
 }
 

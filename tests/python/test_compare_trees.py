@@ -6,6 +6,7 @@ import ctypes
 import sys
 from collections import Counter
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -40,9 +41,10 @@ class FakeLibrary:
     def __init__(self) -> None:
         self.steppers: list[object] = []
 
-    def run_step(self, stepper: object, seconds: ctypes.Array[ctypes.c_double]) -> None:
+    def run_step(self, stepper: object, seconds: ctypes.Array[ctypes.c_double]) -> bool:
         self.steppers.append(stepper)
         seconds[1] = len(self.steppers)
+        return True
 
 
 def test_steps_of_a_tree_are_made_by_its_own_operator_and_the_first_does_not_count() -> None:
@@ -50,3 +52,23 @@ def test_steps_of_a_tree_are_made_by_its_own_operator_and_the_first_does_not_cou
     times = compare_steps.compare(libraries, ["a", "b"], 2)
     assert [library.steppers for library in libraries] == [["a"] * 3, ["b"] * 3]
     assert times == [[(0, 2, 2), (0, 3, 3)]] * 2
+
+
+def fake_library(layer: int | None, stepper: int | None, stepped: bool) -> SimpleNamespace:
+    """What ctypes makes of such results of benchmarks/step_library.cpp."""
+    return SimpleNamespace(
+        new_layer=lambda *_: layer,
+        new_stepper=lambda *_: stepper,
+        run_step=lambda *_: stepped,
+        last_error=lambda: b"why",
+    )
+
+
+def test_what_a_library_refuses_ends_with_its_message() -> None:
+    with pytest.raises(SystemExit, match="--layer abacus: why"):
+        compare_steps.Steppers([fake_library(None, 1, True)], "abacus", "zipf", 8, 2)
+    libraries = [fake_library(1, 1, True), fake_library(1, None, True)]
+    with pytest.raises(SystemExit, match="an operator with 2 threads: why"):
+        compare_steps.Steppers(libraries, "small", "zipf", 8, 2)
+    with pytest.raises(SystemExit, match="a step: why"):
+        compare_steps.compare([fake_library(1, 1, False)], ["a"], 1)

@@ -12,6 +12,7 @@ import pytest
 import torch
 
 SOURCE = Path(__file__).parents[2] / "benchmarks" / "peft_step.py"
+sys.path.insert(0, str(SOURCE.parent))  # of what it imports
 ARGUMENTS = "--experts 4 --top-k 2 --hidden 64 --intermediate 32 --tokens 13 --turns 1 --threads 1 --json"
 
 
