@@ -340,7 +340,8 @@ class SftMoe:
             out: tensors that receive gradients, by name; what it does not name is allocated. With
                 ``accumulate`` it must name every gradient of a factor, and of a bias or a base weight that is
                 wanted, unless skipped. Those of base weights are stacked tensors, bfloat16 or float32, of any
-                strides, in memory that no input, weight or other gradient has too.
+                strides, in memory that no input, weight or other gradient has too. ``grad_x`` and
+                ``grad_routing_weights`` may be memory of ``grad_y`` or ``x``, but of no weight, bias or factor.
             skip: names of gradients that are not wanted and not computed, such as ``"grad_x"`` in a first
                 layer. None that ``out`` has.
             bias_gradients: compute the gradients of all biases, not only of those that ``out`` names.

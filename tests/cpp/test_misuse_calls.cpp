@@ -6,6 +6,8 @@
 #include <cstddef>
 #include <cstdint>
 #include <string>
+#include <type_traits>
+#include <utility>
 #include <vector>
 
 #include "bad_calls.hpp"
@@ -24,6 +26,25 @@ inline constexpr Case kCase = with_trained_base(with_biases({"misuse", 9, 2, 3, 
 template <class Kernel>
 class MisuseOfCalls : public KernelTest<Kernel> {};
 TYPED_TEST_SUITE(MisuseOfCalls, AllKernels, KernelLabels);
+
+// A matrix [9, cols] where each parameter lies, by the parameter's name: y, or a gradient of an input, given there.
+template <class Weight>
+std::vector<std::pair<std::string, AnyMatrix>> where_parameters_lie(const Problem& problem, index_t cols) {
+  const auto at = [&](const auto* data) {
+    using T = std::remove_cvref_t<decltype(*data)>;
+    return AnyMatrix(const_cast<T*>(data), kCase.tokens, cols, cols);
+  };
+  const amx_sft_moe::BaseWeights<Weight> base = problem.template base<Weight>();
+  const amx_sft_moe::LoraWeights lora = problem.lora();
+  return {
+      {"weights.gate", at(base.gate[2].data)},         {"weights.up", at(base.up[1].data)},
+      {"weights.down", at(base.down[0].data)},         {"weights.biases.gate", base.biases.gate.visit(at)},
+      {"weights.biases.up", base.biases.up.visit(at)}, {"weights.biases.down", base.biases.down.visit(at)},
+      {"lora.gate.a", lora.gate.a[0].visit(at)},       {"lora.gate.b", lora.gate.b[0].visit(at)},
+      {"lora.up.a", lora.up.a[0].visit(at)},           {"lora.up.b", lora.up.b[0].visit(at)},
+      {"lora.down.a", lora.down.a[0].visit(at)},       {"lora.down.b", lora.down.b[0].visit(at)},
+  };
+}
 
 // A problem, its operator, and where the results go.
 template <class Kernel>
@@ -113,29 +134,42 @@ TYPED_TEST(MisuseOfCalls, ForwardIntoCallersBuffers) {
 
 // What a forward still reads is not where it writes.
 TYPED_TEST(MisuseOfCalls, OutputWhereParametersLie) {
-  using Weight = typename TypeParam::Weight;
   Trial<TypeParam> t;
-  const auto y_at = [](const auto* data) {
-    using T = std::remove_cvref_t<decltype(*data)>;
-    return AnyMatrix(const_cast<T*>(data), 9, 17, 17);
-  };
-  const auto& base = t.problem.template base<Weight>();
-  const amx_sft_moe::LoraWeights lora = t.problem.lora();
-  const auto factor_at = [&](const auto& factor) { return factor[0].visit(y_at); };
-  const auto bias_at = [&](const auto& bias) { return bias.visit(y_at); };
-  const std::pair<const char*, AnyMatrix> given[] = {
-      {"weights.gate", y_at(base.gate[2].data)}, {"weights.up", y_at(base.up[1].data)},
-      {"weights.down", y_at(base.down[0].data)}, {"weights.biases.down", bias_at(base.biases.down)},
-      {"lora.gate.a", factor_at(lora.gate.a)},   {"lora.up.b", factor_at(lora.up.b)},
-      {"lora.down.b", factor_at(lora.down.b)},
-  };
-  for (const auto& [name, y] : given) {
+  for (const auto& [name, y] : where_parameters_lie<typename TypeParam::Weight>(t.problem, kCase.hidden)) {
+    SCOPED_TRACE(name);
     for (const bool save : {true, false}) {
       expect_refused<ArgumentError>([&] { t.moe.forward_sft(t.problem.routing(), t.problem.x(), y, save); },
-                                    {"y", "memory of its own", name});
+                                    {"y: ", "memory of its own", name + " has too"});
     }
     EXPECT_EQ(t.moe.saved_depth(), 0);
     t.expect_still_usable();
+  }
+}
+
+// Gradients of inputs are written when the pass has read everything, but the next one reads parameters too.
+TYPED_TEST(MisuseOfCalls, GradientsOfInputsWhereParametersLie) {
+  using Weight = typename TypeParam::Weight;
+  const std::pair<const char*, AnyMatrix Gradients::*> written[] = {
+      {"grads.x: ", &Gradients::x}, {"grads.routing_weights: ", &Gradients::routing_weights}};
+  for (const Storage& storage : {kPlain, kPeftLike}) {  // weights in one piece, and one pointer for each expert
+    const Problem problem = random_problem(kCase, storage, kWeightDType<TypeParam>);
+    const Outputs want = step_alone<TypeParam>(problem);
+    Moe<TypeParam> moe = make_moe<TypeParam>(problem);
+    Outputs out(problem);
+    moe.forward_sft(problem.routing(), problem.x(), out.y());
+    for (const auto& [argument, grad] : written) {
+      const index_t cols = grad == &Gradients::x ? kCase.hidden : kCase.top_k;
+      for (const auto& [name, parameter] : where_parameters_lie<Weight>(problem, cols)) {
+        SCOPED_TRACE(argument + name);
+        Gradients grads = out.gradients();
+        grads.*grad = parameter;
+        expect_refused<ArgumentError>([&] { moe.backward(problem.grad_y(), grads); },
+                                      {argument, "memory of its own", name + " has too"});
+        EXPECT_EQ(moe.saved_depth(), 1);
+      }
+    }
+    moe.backward(problem.grad_y(), out.gradients());
+    expect_same_bits(want, out);
   }
 }
 
@@ -209,7 +243,9 @@ TYPED_TEST(MisuseOfCalls, GradientOfAWeightWhereAnInputLies) {
         Input{"weights.down", base.down.base}, Input{"weights.biases.up", address(base.biases.up)},
         Input{"lora.up.b", address(t.problem.lora().up.b[2])},
         Input{"routing.weights", address(t.problem.routing().weights)}, Input{"x", address(t.problem.x())},
-        Input{"saved.gate", t.saved.view().gate.data}, Input{"saved.u_down", t.saved.view().u_down.data}}) {
+        Input{"saved.gate", t.saved.view().gate.data}, Input{"saved.up", t.saved.view().up.data},
+        Input{"saved.u_gate", t.saved.view().u_gate.data}, Input{"saved.u_up", t.saved.view().u_up.data},
+        Input{"saved.u_down", t.saved.view().u_down.data}}) {
     SCOPED_TRACE(c.name);
     t.moe.forward_sft(t.problem.routing(), t.problem.x(), t.outputs.y(), t.saved.view());
     Call call = t.correct_call();
@@ -277,6 +313,21 @@ TYPED_TEST(MisuseOfCalls, GradientOfAnAbsentAdapter) {
   Gradients grads = out.gradients();
   grads.lora.up_b = AnyExpertTensor(somewhere(), 3, 33, 4);
   expect_refused<ArgumentError>([&] { moe.backward(problem.grad_y(), grads); }, {"up_b", "none", "a tensor"});
+  EXPECT_TRUE(somewhere_is_untouched());
+  moe.backward(problem.grad_y(), out.gradients());
+  expect_same_bits(step_alone<TypeParam>(problem), out);
+}
+
+TYPED_TEST(MisuseOfCalls, GradientOfAnAbsentBias) {
+  const Case c{"no_biases", 9, 2, 3, 17, 33, {4, 5, 6}};
+  const Problem problem = random_problem(c, kPlain, kWeightDType<TypeParam>);
+  Moe<TypeParam> moe = make_moe<TypeParam>(problem);
+  Outputs out(problem);
+  moe.forward_sft(problem.routing(), problem.x(), out.y());
+  Gradients grads = out.gradients();
+  grads.biases.up = floats(3, 33, 33);
+  expect_refused<ArgumentError>([&] { moe.backward(problem.grad_y(), grads); },
+                                {"grads.biases.up", "none (no such bias)", "a tensor"});
   EXPECT_TRUE(somewhere_is_untouched());
   moe.backward(problem.grad_y(), out.gradients());
   expect_same_bits(step_alone<TypeParam>(problem), out);

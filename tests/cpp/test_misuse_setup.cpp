@@ -47,6 +47,14 @@ std::vector<BadConfig> bad_configs() {
        [](Config& c) {
          c.activation = amx_sft_moe::ClampedGlu{-7.0F, 1.702F};
        }},
+      {{"limit", "positive", "got 0"},
+       [](Config& c) {
+         c.activation = amx_sft_moe::ClampedGlu{0.0F, 1.702F};
+       }},
+      {{"limit", "positive", "nan"},
+       [](Config& c) {
+         c.activation = amx_sft_moe::ClampedGlu{std::numeric_limits<float>::quiet_NaN(), 1.702F};
+       }},
       {{"alpha", "finite", "inf"},
        [](Config& c) {
          c.activation = amx_sft_moe::ClampedGlu{7.0F, std::numeric_limits<float>::infinity()};
@@ -107,6 +115,10 @@ std::vector<BadBase<Weight>> bad_base_weights() {
        [](BaseWeights& w) {
          w.biases.down = {storage.data(), 3, 33, 33};
        }},
+      {{"biases.gate", "address space", "9223372036854775807"},
+       [](BaseWeights& w) {
+         w.biases.gate = {storage.data(), 3, 33, std::numeric_limits<index_t>::max()};
+       }},
   };
 }
 
@@ -140,6 +152,7 @@ std::vector<BadLora> bad_lora_weights() {
   return {
       {{"gate.b", "", "null"}, [](LoraWeights& l) { l.gate.b = {}; }},
       {{"down.a", "", "null"}, [](LoraWeights& l) { l.down.a = {}; }},
+      {{"gate.a.rows", "0", "-4"}, [=](LoraWeights& l) { l.gate.a = tensor(3, -4, 17); }},
       {{"gate.a.experts", "3", "2"}, [=](LoraWeights& l) { l.gate.a = tensor(2, 4, 17); }},
       {{"gate.a.cols", "17", "33"}, [=](LoraWeights& l) { l.gate.a = tensor(3, 4, 33); }},
       {{"gate.b.experts", "3", "4"}, [=](LoraWeights& l) { l.gate.b = tensor(4, 33, 4); }},

@@ -71,12 +71,14 @@ TEST(Validate, InputGradientsInOneBuffer) {
 }
 
 TEST(Validate, InputGradientsWhoseRowsTakeTurns) {
-  std::vector<float> buffer(kTokens * (kHidden + kTopK));
   constexpr index_t kStride = kHidden + kTopK;
+  std::vector<float> buffer(kTokens * (kStride + 7));
   float* data = buffer.data();
   EXPECT_NO_THROW(check({data, kTokens, kHidden, kStride}, {data + kHidden, kTokens, kTopK, kStride}));
   EXPECT_NO_THROW(check({data + kTopK, kTokens, kHidden, kStride}, {data, kTokens, kTopK, kStride}));
   expect_shared({data, kTokens, kHidden, kStride}, {data + kHidden - 1, kTokens, kTopK, kStride});
+  EXPECT_NO_THROW(check({data, kTokens, kHidden, kStride + 6}, {data + kHidden, kTokens, kTopK, kStride + 7}))
+      << "strides that do not tell";
 }
 
 TEST(Validate, InputGradientsOfUnlikeTypes) {
@@ -85,6 +87,22 @@ TEST(Validate, InputGradientsOfUnlikeTypes) {
   const AnyMatrix x(halves, kTokens, kHidden, kHidden);
   expect_shared(x, {buffer.data() + kTokens * kHidden / 2 - 1, kTokens, kTopK, kTopK});
   EXPECT_NO_THROW(check(x, {buffer.data() + kTokens * kHidden / 2, kTokens, kTopK, kTopK}));
+}
+
+// When the gradients of inputs are written, what the call brought has been read.
+TEST(Validate, InputGradientsWhereInputsLie) {
+  std::vector<float> buffer(kTokens * kHidden);
+  float* data = buffer.data();
+  const AnyMatrix lent(data, kTokens, kHidden, kHidden);
+  const amx_sft_moe::AnyConstMatrix read(data, kTokens, kHidden, kHidden);
+  const amx_sft_moe::MatrixView<float> saved{data, kTokens, kHidden, kHidden};
+  const amx_sft_moe::Routing routing{kTokens, {}, read};
+  amx_sft_moe::Gradients of_x, of_routing_weights;
+  of_x.x = of_routing_weights.routing_weights = lent;
+  for (const amx_sft_moe::Gradients& grads : {of_x, of_routing_weights}) {
+    EXPECT_NO_THROW((amx_sft_moe::validate::gradients_apart<float, float>(
+        grads, tiny_config(), {}, {}, routing, read, {saved, saved, saved, saved, saved}, read)));
+  }
 }
 
 }  // namespace

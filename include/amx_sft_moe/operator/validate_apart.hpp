@@ -1,7 +1,8 @@
 // What a pass writes for its caller has memory of its own: writing it must not change what the pass still reads, nor what
 // else it writes. A parameter is easily given in place of its gradient, or one tensor for two of them; tasks of several
 // threads would write it. Two exceptions: grads.x and grads.routing_weights are the last to be written, at the same
-// time, and may be memory of what was read before, such as grad_y or x; y may be x.
+// time, and may be memory of what the call brought and has been read by then: x, grad_y, routing weights, saved
+// activations. Not of parameters, which later calls read too. And y may be x.
 #pragma once
 
 #include <array>
@@ -58,7 +59,9 @@ class OwnMemory {
 
   template <class View>
   void add(std::string_view name, const View& written) {
-    const Footprint memory = footprint(written);
+    add(name, footprint(written));
+  }
+  void add(std::string_view name, const Footprint& memory) {
     if (memory.element == 0) return;
     expect_apart_from(name, memory);
     own_[count_++] = {name, memory};
@@ -106,9 +109,30 @@ inline Footprint footprint_of_rows(const AnyMatrix& m) {
   return memory;
 }
 
-inline void input_gradients_apart(const Gradients& grads) {
-  if (!memory_overlaps(footprint_of_rows(grads.x), footprint_of_rows(grads.routing_weights))) return;
-  throw ArgumentError("grads.routing_weights: expected memory of its own, got memory that grads.x has too");
+inline OwnMemory<2> memory_of_input_gradients(const Gradients& grads) {
+  OwnMemory<2> memory;
+  memory.add("grads.routing_weights", footprint_of_rows(grads.routing_weights));
+  memory.add("grads.x", footprint_of_rows(grads.x));
+  return memory;
+}
+
+// What outlives a pass and is read by the next one.
+template <std::size_t Most, class Weight>
+void expect_apart_from_parameters(const OwnMemory<Most>& memory, const Config& config,
+                                  const BaseWeights<Weight>& weights, const LoraWeights& lora) {
+  if (memory.empty()) return;
+  memory.expect_apart_from("weights.gate", weights.gate, config.num_experts);
+  memory.expect_apart_from("weights.up", weights.up, config.num_experts);
+  memory.expect_apart_from("weights.down", weights.down, config.num_experts);
+  memory.expect_apart_from("weights.biases.gate", footprint(weights.biases.gate));
+  memory.expect_apart_from("weights.biases.up", footprint(weights.biases.up));
+  memory.expect_apart_from("weights.biases.down", footprint(weights.biases.down));
+  memory.expect_apart_from("lora.gate.a", footprint(lora.gate.a));
+  memory.expect_apart_from("lora.gate.b", footprint(lora.gate.b));
+  memory.expect_apart_from("lora.up.a", footprint(lora.up.a));
+  memory.expect_apart_from("lora.up.b", footprint(lora.up.b));
+  memory.expect_apart_from("lora.down.a", footprint(lora.down.a));
+  memory.expect_apart_from("lora.down.b", footprint(lora.down.b));
 }
 
 // Everything that a pass reads from its caller, but for expert ids and what is named after these.
@@ -116,19 +140,9 @@ template <std::size_t Most, class Weight, class... Named>
 void expect_apart_from_inputs(const OwnMemory<Most>& memory, const Config& config,
                               const BaseWeights<Weight>& weights, const LoraWeights& lora,
                               const Routing& routing, const Named&... others) {
-  if (memory.empty()) return;
-  memory.expect_apart_from("weights.gate", weights.gate, config.num_experts);
-  memory.expect_apart_from("weights.up", weights.up, config.num_experts);
-  memory.expect_apart_from("weights.down", weights.down, config.num_experts);
-  const auto each = [&](const auto&... named) {
-    (memory.expect_apart_from(named.first, footprint(named.second)), ...);
-  };
-  using std::pair;
-  each(pair("weights.biases.gate", weights.biases.gate), pair("weights.biases.up", weights.biases.up),
-       pair("weights.biases.down", weights.biases.down), pair("lora.gate.a", lora.gate.a),
-       pair("lora.gate.b", lora.gate.b), pair("lora.up.a", lora.up.a), pair("lora.up.b", lora.up.b),
-       pair("lora.down.a", lora.down.a), pair("lora.down.b", lora.down.b),
-       pair("routing.weights", routing.weights), others...);
+  expect_apart_from_parameters(memory, config, weights, lora);
+  memory.expect_apart_from("routing.weights", footprint(routing.weights));
+  (memory.expect_apart_from(others.first, footprint(others.second)), ...);
 }
 
 template <class Weight, class Stored>
@@ -150,8 +164,8 @@ template <class Weight, class Stored>
 void gradients_apart(const Gradients& grads, const Config& config, const BaseWeights<Weight>& weights,
                      const LoraWeights& lora, const Routing& routing, const AnyConstMatrix& x,
                      const SavedActivations<Stored>& saved, const AnyConstMatrix& grad_y) {
-  input_gradients_apart(grads);
   using std::pair;
+  expect_apart_from_parameters(memory_of_input_gradients(grads), config, weights, lora);
   expect_apart_from_inputs(memory_of_gradients(grads), config, weights, lora, routing, pair("x", x),
                            pair("grad_y", grad_y), pair("saved.gate", saved.gate), pair("saved.up", saved.up),
                            pair("saved.u_gate", saved.u_gate), pair("saved.u_up", saved.u_up),
