@@ -343,7 +343,8 @@ TEST_F(InStreams, EachOutputIsExact) {
 // in L2 beside streams, in blocks of neighbouring rows.
 TEST_F(InStreams, AndWithManyTokens) {
   constexpr index_t kStreamed = 112, kMore = 190;
-  static_assert(kLongIn * kStreamed * index_t{sizeof(bf16)} <= arch::kStreamedBytes && kLongIn >= arch::kLongRow);
+  static_assert(kLongIn * kStreamed * index_t{sizeof(bf16)} <= arch::kStreamedBytes &&
+                kLongIn >= arch::kLongRow);
   static_assert(kLongIn * kMore * index_t{sizeof(bf16)} > arch::kStreamedBytes);
   for (const index_t tokens : {kStreamed, kMore}) {
     for (const index_t outs : {1, 31, 32, 47, 100, 264}) expect_exact(kLongIn, tokens, outs);
