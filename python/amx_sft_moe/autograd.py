@@ -10,20 +10,18 @@ in place between forward and backward is noticed.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch._C._autograd import _profiler_enabled
 from torch.autograd import forward_ad
-from torch.autograd.profiler import record_function
 from torch.fx.experimental.proxy_tensor import get_proxy_mode
 
 from amx_sft_moe import _core
 from amx_sft_moe.arguments import as_finite
 from amx_sft_moe.errors import ArgumentError, StateError
 from amx_sft_moe.layer import ExpertBiases, ExpertWeights, Scratch, Weight, require_tensor, thread_scratch
+from amx_sft_moe.profiler_ranges import profiler_ranges
 
 _NUM_FACTORS = 6
 _NO_FACTORS = (None,) * _NUM_FACTORS
@@ -81,44 +79,6 @@ class LoraFactors:
 _NO_LORA = LoraFactors()
 
 
-class _Ranges:
-    """A pass, its groups and phases as torch's profiler sees them: ``amx_sft_moe::forward`` and in it
-    ``amx_sft_moe::forward_gather``, ``amx_sft_moe::gather`` and so on, each while it runs.
-
-    Phases are those that the calling thread works on; what its helpers do is in the operator's own record.
-    """
-
-    def __init__(self, name: str, operator: _core.SftMoe) -> None:
-        self._name = name
-        self._operator = operator
-        self._open: list[record_function] = []
-
-    def enter(self, name: str) -> None:
-        """The pass enters a group or a phase; called by the operator."""
-        self._open.append(record_function(f"amx_sft_moe::{name}").__enter__())
-
-    def leave(self) -> None:
-        """The pass leaves what it entered last; called by the operator."""
-        self._open.pop().__exit__(None, None, None)
-
-    def __enter__(self) -> None:
-        self.enter(self._name)
-        self._operator.ranges = self
-
-    def __exit__(self, *exception: object) -> None:
-        self._operator.ranges = None
-        while self._open:  # more than one where Ctrl-C came during the pass
-            self.leave()
-
-
-_NO_RANGES = nullcontext()
-
-
-def _ranges(name: str, operator: _core.SftMoe) -> Any:
-    # With no profiler attached this question is all that it costs.
-    return _Ranges(name, operator) if _profiler_enabled() else _NO_RANGES
-
-
 def run_forward(
     experts: ExpertWeights,
     shared_a: bool,
@@ -135,7 +95,7 @@ def run_forward(
     each, though they may be one in memory."""
     x = _adjacent(x)
     operator = experts.operator()
-    with _ranges("forward", operator), thread_scratch() as scratch:
+    with profiler_ranges("forward", operator), thread_scratch() as scratch:
         core_parameters = _for_core(shared_a, apart, scaling, parameters, operator, scratch)
         return operator.forward_saved(x, expert_ids, routing_weights, *core_parameters, save)
 
@@ -156,7 +116,7 @@ def run_backward(
     """Gradients of x, the routing weights and the parameters, where ``wanted``."""
     x, grad_y = _adjacent(x), _adjacent(grad_y)
     operator = experts.operator()
-    with _ranges("backward", operator), thread_scratch() as scratch:
+    with profiler_ranges("backward", operator), thread_scratch() as scratch:
         core_parameters = _for_core(shared_a, apart, scaling, parameters, operator, scratch)
         inputs = x, expert_ids, routing_weights, saved, grad_y
         given = _memory_for_gradients(parameters, wanted, apart, scratch)

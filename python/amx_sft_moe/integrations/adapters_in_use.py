@@ -76,7 +76,7 @@ def in_use(adapters: ActiveAdapters) -> Iterator[None]:
             setattr(adapters.module, _TRACED, before)
         return
     # Ctrl-C may come between any two lines: what is taken out if it is there comes out right, a count would
-    # stay wrong.
+    # stay wrong. And a list is none of the constants that a gate may depend on.
     scopes: list[object] = adapters.module.__dict__.setdefault(_SCOPES, [])
     before, this = active.get(), object()
     try:

@@ -29,6 +29,7 @@ struct AmxMicrokernel {
   static constexpr index_t kMaxCols = kStrip * kPanelCols;
 
   enum Pattern : int { kSquare, kColumn, kRow };
+  static_assert(kRow < amx::BlockShape::kFewRows, "kinds of blocks differ");
 
   using Session = amx::Session;
   using FewRows = AmxFewRows;
