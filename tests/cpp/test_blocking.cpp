@@ -42,11 +42,17 @@ TEST(Blocking, FewExpertsOfFewRowsAreAlike) {
   EXPECT_EQ(wide(1, 236, 59), 4096);
 }
 
-TEST(Blocking, MoreRowsTakeWholeRowsThatAreShort) {
+TEST(Blocking, MoreRowsTakeWholeRowsThatAreShortOrHalves) {
   EXPECT_EQ(columns(33, 2880), 2880);
-  EXPECT_EQ(columns(64, 3072), 3072);
-  EXPECT_EQ(columns(33, 3073), 2048);
-  EXPECT_EQ(columns(33, 7168), 2048);
+  EXPECT_EQ(columns(64, 3584), 3584);
+  EXPECT_EQ(columns(33, 3648), 1856);
+  EXPECT_EQ(columns(33, 4096), 2048);
+  EXPECT_EQ(columns(33, 7168), 3584);
+}
+
+TEST(Blocking, MoreRowsTakeEqualPartsOfLongRows) {
+  EXPECT_EQ(columns(33, 7232), 1856) << "a quarter";
+  EXPECT_EQ(columns(33, 14336), 2048);
 }
 
 TEST(Blocking, SumsStayInHalfOfL2) {

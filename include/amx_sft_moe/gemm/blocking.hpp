@@ -53,9 +53,10 @@ struct Blocking {
   static constexpr index_t kMaxInPlaceCols = 8192;
   static constexpr index_t kManyRows = 64;
   // Kernels of tiles take whole rows too: a piece of a row has memory fetch what is behind it for nothing. Of few rows of A up
-  // to kMaxInPlaceCols columns, in equal parts; of more, whose C takes more of L2, rows of no more than these, and
-  // kMaxStripCols of longer ones (benchmarks/LOG.md, "Whole rows for tiles").
-  static constexpr index_t kMaxRowCols = 3072;
+  // to kMaxInPlaceCols columns, in equal parts; of more, whose C takes more of L2, rows of no more than these, or halves, which
+  // two threads read at the same time, and equal parts of up to kMaxStripCols of longer ones (benchmarks/LOG.md, "Whole rows
+  // for tiles", "Halves of rows").
+  static constexpr index_t kMaxRowCols = 3584;
   static constexpr index_t kTasksPerThread = 8;
   static constexpr index_t kFewTasksPerThread = 4;  // where tasks are alike, and threads end together
   // Tokens of a task of gemm_nt with strips, of whose x only a block of K stays in L2 while a strip meets it: packing
@@ -184,8 +185,9 @@ struct Blocking {
     if (whole_rows<Kernel>(k, rows)) return kMaxInPlaceCols;
     if constexpr (AddsToC<Kernel>) {
       const bool few = few_rows<Kernel>(rows);
-      const index_t parts = ceil_div(cols, few ? kMaxInPlaceCols : kMaxRowCols);
-      if (parts == 1 || few) return round_up(ceil_div(cols, parts), arch::kStripCols);
+      index_t parts = ceil_div(cols, few ? kMaxInPlaceCols : kMaxRowCols);
+      if (parts > 2 && !few) parts = ceil_div(cols, kMaxStripCols);
+      return round_up(ceil_div(cols, parts), arch::kStripCols);
     }
     return kMaxStripCols;
   }
