@@ -6,9 +6,10 @@
 
 All candidates live in one process, on as many CPUs as `--threads` says where the machine has more (kt-kernel
 would use one more: its calling thread beside that many workers), and take turns. Each turn begins with a pause,
-in which the threads of the one before stop spinning, and runs twice; the second run counts, so that everybody
-finds their own caches warm and threads awake. Prints a table of medians in ms and the step's ratio to the first
-candidate, then one JSON line a candidate.
+in which the threads of the one before stop spinning, and a run that does not count, so that everybody finds
+their own caches warm and threads awake; then come runs of 20 ms in all, or one that takes longer, whose median
+is the turn's figure. Prints a table of medians in ms and the step's ratio to the first candidate, then one JSON
+line a candidate.
 
 Before and after the turns the machine's limits are measured, the highest peak of an instruction and the
 bandwidth, the better of two. A step's limit is max(useful FLOP / peak, bytes of active weights / bandwidth) of
@@ -48,6 +49,7 @@ from whole_numbers import positive
 
 RANK, ALPHA = 16, 32.0
 PAUSE = 0.1  # seconds
+A_TURN = 0.02  # seconds of runs that count, at least
 SHAPES = {  # experts, top_k, hidden, intermediate
     "qwen3-30b-a3b": (128, 8, 2048, 768),
     "deepseek-v3-32": (32, 8, 7168, 2048),
@@ -354,14 +356,16 @@ def measure(
     for turn in range(iterations + 1):  # the first warms up
         for name, peer in peers.items():
             time.sleep(PAUSE)
-            for _ in range(2):
+            runs: list[tuple[float, float]] = []
+            while len(runs) < 2 or sum(forward + backward for forward, backward in runs[1:]) < A_TURN:
                 begin = time.perf_counter()
                 y = peer.forward()
                 middle = time.perf_counter()
                 grads = peer.backward()
-                end = time.perf_counter()
+                runs.append((middle - begin, time.perf_counter() - middle))
             if turn > 0:
-                times[name].append((middle - begin, end - middle))
+                warm = sorted(runs[1:], key=sum)
+                times[name].append(warm[(len(warm) - 1) // 2])
             else:
                 results[name] = {key: value.detach().clone() for key, value in {"y": y, **grads}.items()}
     return times, results

@@ -4,6 +4,7 @@
 
 #include "allocate.hpp"
 #include "amx_sft_moe/operator/validate.hpp"
+#include "caller_names.hpp"
 #include "times.hpp"
 #include "transpose.hpp"
 
@@ -56,11 +57,16 @@ void Operator::set_lora(const LoraObjects& lora) {
   parameters_.lora = lora;
 }
 
-void Operator::use(const ParameterTensors& parameters) {
-  AnyBaseWeights views = base_.views;
-  std::visit([&](auto& weights) { weights.biases = parameters.biases.views; }, views);
-  moe_->set_base(views);
-  moe_->set_lora(parameters.lora.views);
+template <class Pass>
+void Operator::run(const ParameterTensors& parameters, Pass&& pass) {
+  const WithoutGil released(ranges_.get());
+  with_caller_names(parameters.objects, base_, [&] {
+    AnyBaseWeights views = base_.views;
+    std::visit([&](auto& weights) { weights.biases = parameters.biases.views; }, views);
+    moe_->set_base(views);
+    moe_->set_lora(parameters.lora.views);
+    pass();
+  });
 }
 
 py::object Operator::forward_sft(py::handle x, py::handle expert_ids, py::handle routing_weights,
@@ -73,11 +79,7 @@ py::object Operator::forward_sft(py::handle x, py::handle expert_ids, py::handle
                                  : read_tensor(out, "out");
   const AnyMatrix y_view = output_matrix(y, "out", in.tokens(), config_.hidden_size);
   entries_.reserve(entries_.size() + 1);  // nothing may fail once the library has saved its part
-  {
-    const WithoutGil released(ranges_.get());
-    use(parameters);
-    moe.forward_sft(in.routing.view, in.x_view, y_view, save_for_backward);
-  }
+  run(parameters, [&] { moe.forward_sft(in.routing.view, in.x_view, y_view, save_for_backward); });
   count(StepKind::kForward);
   if (save_for_backward) entries_.push_back({in.tokens(), in.x.dtype(), in.routing.weights.dtype()});
   if (!out.is_none()) mark_written(y);
@@ -131,11 +133,7 @@ py::dict Operator::backward(py::handle grad_y_object, bool accumulate, float sca
   }
   grads.accumulate = accumulate;
   grads.scale = scale;
-  {
-    const WithoutGil released(ranges_.get());
-    use(parameters);
-    moe.backward(grad_y_view, grads);
-  }
+  run(parameters, [&] { moe.backward(grad_y_view, grads); });
   count(StepKind::kBackward);
   entries_.pop_back();
   for (const Tensor& tensor : given) mark_written(tensor);
@@ -158,15 +156,10 @@ py::tuple Operator::forward_saved(py::handle x, py::handle expert_ids, py::handl
     saved = allocate(in.x.family, layout.dtype(), {layout.elements()}, "saved activations");
     saved_views = layout.views(saved->data);
   }
-  {
-    const WithoutGil released(ranges_.get());
-    use(parameters);
-    if (save) {
-      moe.forward_sft(in.routing.view, in.x_view, y_view, saved_views);
-    } else {
-      moe.forward_sft(in.routing.view, in.x_view, y_view, false);
-    }
-  }
+  run(parameters, [&] {
+    if (save) return moe.forward_sft(in.routing.view, in.x_view, y_view, saved_views);
+    moe.forward_sft(in.routing.view, in.x_view, y_view, false);
+  });
   count(StepKind::kForward);
   return py::make_tuple(y.owner, saved ? saved->owner : py::object(py::none()));
 }
@@ -203,11 +196,8 @@ py::tuple Operator::backward_saved(py::handle x, py::handle expert_ids, py::hand
   };
   const GradientTypes types{in.tokens(), in.x.dtype(), in.routing.weights.dtype()};
   const Gradients grads = bind_gradients(config_, types, parameters, base_, source);
-  {
-    const WithoutGil released(ranges_.get());
-    use(parameters);
-    moe.backward(in.routing.view, in.x_view, layout.views(saved.data), grad_y_view, grads);
-  }
+  run(parameters,
+      [&] { moe.backward(in.routing.view, in.x_view, layout.views(saved.data), grad_y_view, grads); });
   count(StepKind::kBackward);
   return py::tuple(results);
 }

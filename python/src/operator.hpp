@@ -86,8 +86,9 @@ class Operator {
 
  private:
   AnySftMoe& ready();
-  // Hands the parameters of one call to the library. Needs no GIL.
-  void use(const ParameterTensors& parameters);
+  // Hands the parameters of one call to the library and runs a pass of it, without the GIL.
+  template <class Pass>
+  void run(const ParameterTensors& parameters, Pass&& pass);
   // After a pass of the library: its part in the totals.
   void count(StepKind kind);
   const StepRecord& last(StepKind kind) const {

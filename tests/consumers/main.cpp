@@ -9,6 +9,7 @@
 #include <iostream>
 #include <random>
 #include <string>
+#include <type_traits>
 #include <vector>
 
 #ifdef CONSUMER_HAS_ONEDNN
@@ -22,9 +23,13 @@
 #error "a helper macro of the library reached its user"
 #endif
 
+// A name that users have often, as nlohmann::json: none of the library's.
+using json = std::string;
+
 namespace {
 
 using namespace amx_sft_moe;
+static_assert(std::is_same_v<json, std::string>);
 
 #ifdef CONSUMER_HAS_ONEDNN
 using Kernels = kernels::Joined<DefaultKernels, kernels::OneDnnKernels>;

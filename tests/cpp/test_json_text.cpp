@@ -15,7 +15,7 @@ const std::string kReplacement = "\xef\xbf\xbd";  // U+FFFD
 
 std::string in_json(std::string_view value) {
   std::string out;
-  amx_sft_moe::json::append_string(out, value);
+  amx_sft_moe::json_text::append_string(out, value);
   EXPECT_EQ(out.front(), '"');
   EXPECT_EQ(out.back(), '"');
   return out.substr(1, out.size() - 2);

@@ -141,12 +141,12 @@ def test_memory_that_something_else_has() -> None:
     one = torch.zeros(SHAPE)
     flat = torch.zeros(4 * 24 * 32 + 12 * 32)
     for out, words in (
-        ({"gate_proj": layer.gate_proj}, "weights.gate:.*memory of its own.*weights.gate "),
-        ({"gate_proj": layer.up_proj}, "weights.gate:.*weights.up"),
-        ({"gate_proj": one, "up_proj": one}, "weights.gate:.*grads.weights.up"),
+        ({"gate_proj": layer.gate_proj}, "^out.gate_proj:.*memory of its own.*that gate_proj "),
+        ({"gate_proj": layer.up_proj}, "^out.gate_proj:.*that up_proj "),
+        ({"gate_proj": one, "up_proj": one}, "^out.up_proj:.*that out.gate_proj "),
         (
             {"up_proj": flat[-one.numel() :].view(SHAPE), "grad_x": flat[: 12 * 32 + 1][1:].view(12, 32)},
-            "grads.x",
+            "out.grad_x",
         ),
         ({"down_proj": layer.x.new_zeros(1)}, "shape"),
     ):

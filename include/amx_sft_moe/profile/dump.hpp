@@ -28,7 +28,7 @@ namespace dump {
 
 inline std::string milliseconds(double ms) {
   std::string text;
-  json::append_number(text, ms);
+  json_text::append_number(text, ms);
   return text;
 }
 

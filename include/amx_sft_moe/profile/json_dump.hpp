@@ -22,17 +22,17 @@ inline constexpr std::string_view kStepFormat = "amx_sft_moe.step/1";
 namespace dump {
 
 inline void append_value(std::string& out, double value) {
-  json::append_number(out, value);
+  json_text::append_number(out, value);
 }
 inline void append_value(std::string& out, std::int64_t value) {
-  json::append_integer(out, value);
+  json_text::append_integer(out, value);
 }
 
 // ,"key":{"D3_gemm":...} over all phases of the pass.
 template <class T>
 void append_phases(std::string& out, std::string_view key, StepKind kind,
                    const std::array<T, kPhaseCount>& values) {
-  json::append_key(out, key);
+  json_text::append_key(out, key);
   char separator = '{';
   for (std::size_t g = 0; g < kPhaseGroupCount; ++g) {
     const auto group = static_cast<PhaseGroup>(g);
@@ -40,7 +40,7 @@ void append_phases(std::string& out, std::string_view key, StepKind kind,
     for_each_line(values, group, [&](std::string_view name, std::string_view, T value, PhaseKind) {
       out += separator;
       separator = ',';
-      json::append_string(out, name);
+      json_text::append_string(out, name);
       out += ':';
       append_value(out, value);
     });
@@ -49,16 +49,16 @@ void append_phases(std::string& out, std::string_view key, StepKind kind,
 }
 
 inline void append_groups(std::string& out, StepKind kind, const PhaseTimes& times) {
-  json::append_key(out, "groups_ms");
+  json_text::append_key(out, "groups_ms");
   char separator = '{';
   for (std::size_t g = 0; g < kPhaseGroupCount; ++g) {
     const auto group = static_cast<PhaseGroup>(g);
     if (!belongs_to(group, kind)) continue;
     out += separator;
     separator = ',';
-    json::append_string(out, name_of(group));
+    json_text::append_string(out, name_of(group));
     out += ':';
-    json::append_number(out, times.group_ms(group));
+    json_text::append_number(out, times.group_ms(group));
   }
   out += '}';
 }
@@ -66,40 +66,40 @@ inline void append_groups(std::string& out, StepKind kind, const PhaseTimes& tim
 inline void append_thread(std::string& out, const RegionRecord& region, std::size_t t) {
   const ThreadRecord& thread = region.threads[t];
   out.append("{\"thread\":").append(std::to_string(t));
-  json::append(out, "begin_ns", thread.begin_ns);
-  json::append(out, "end_ns", thread.end_ns);
+  json_text::append(out, "begin_ns", thread.begin_ns);
+  json_text::append(out, "end_ns", thread.end_ns);
   out += ",\"busy_ns\":{";
   bool first = true;
   for (std::size_t p = 0; p < kPhaseCount; ++p) {
     if (thread.tasks[p] == 0) continue;
     if (!first) out += ',';
     first = false;
-    json::append_string(out, kPhases[p].name);
+    json_text::append_string(out, kPhases[p].name);
     out += ':';
-    json::append_integer(out, thread.busy_ns[p]);
+    json_text::append_integer(out, thread.busy_ns[p]);
   }
   out += "},\"spans\":[";
   first = true;
   for (const Span& span : region.spans_of(t)) {
     out += first ? "[" : ",[";
     first = false;
-    json::append_string(out, info_of(span.phase).name);
+    json_text::append_string(out, info_of(span.phase).name);
     for (const std::int64_t value : {span.begin_ns, span.end_ns, std::int64_t{span.tasks}}) {
       out += ',';
-      json::append_integer(out, value);
+      json_text::append_integer(out, value);
     }
     out += ']';
   }
   out += "]";
-  json::append(out, "spans_dropped", thread.spans_dropped);
+  json_text::append(out, "spans_dropped", thread.spans_dropped);
   out += '}';
 }
 
 inline void append_region(std::string& out, const RegionRecord& region) {
   out += "{\"group\":";
-  json::append_string(out, name_of(region.group));
-  json::append(out, "begin_ns", region.begin_ns);
-  json::append(out, "end_ns", region.end_ns);
+  json_text::append_string(out, name_of(region.group));
+  json_text::append(out, "begin_ns", region.begin_ns);
+  json_text::append(out, "end_ns", region.end_ns);
   out.append(",\"parallel\":").append(region.parallel ? "true" : "false").append(",\"threads\":[");
   bool first = true;
   for (std::size_t t = 0; t < region.threads.size(); ++t) {
@@ -117,24 +117,24 @@ inline void append_region(std::string& out, const RegionRecord& region) {
 inline void append_json_dump(std::string& out, const StepRecord& record, const StepLabel& label) {
   const PhaseTimes times = record.times();
   out += "{\"format\":";
-  json::append_string(out, kStepFormat);
-  json::append_key(out, "step");
-  json::append_string(out, name_of(label.kind));
-  json::append(out, "index", record.index);
-  json::append_key(out, "name");
-  json::append_string(out, label.name);
-  json::append_key(out, "kernel");
-  json::append_string(out, label.kernel);
-  json::append(out, "pid", ::getpid());
-  json::append(out, "operator", label.operator_number);
-  json::append(out, "tokens", record.tokens);
-  json::append(out, "routed_rows", record.routed_rows);
-  json::append(out, "threads", record.threads);
-  json::append(out, "begin_ns", record.begin_ns);
-  json::append(out, "end_ns", record.end_ns);
-  json::append_key(out, "total_ms");
-  json::append_number(out, record.total_ms());
-  json::append(out, "sync_points", static_cast<std::int64_t>(record.sync_points()));
+  json_text::append_string(out, kStepFormat);
+  json_text::append_key(out, "step");
+  json_text::append_string(out, name_of(label.kind));
+  json_text::append(out, "index", record.index);
+  json_text::append_key(out, "name");
+  json_text::append_string(out, label.name);
+  json_text::append_key(out, "kernel");
+  json_text::append_string(out, label.kernel);
+  json_text::append(out, "pid", ::getpid());
+  json_text::append(out, "operator", label.operator_number);
+  json_text::append(out, "tokens", record.tokens);
+  json_text::append(out, "routed_rows", record.routed_rows);
+  json_text::append(out, "threads", record.threads);
+  json_text::append(out, "begin_ns", record.begin_ns);
+  json_text::append(out, "end_ns", record.end_ns);
+  json_text::append_key(out, "total_ms");
+  json_text::append_number(out, record.total_ms());
+  json_text::append(out, "sync_points", static_cast<std::int64_t>(record.sync_points()));
   dump::append_phases(out, "phases_ms", label.kind, times.ms);
   dump::append_groups(out, label.kind, times);
   dump::append_phases(out, "phases_flop", label.kind, record.work.flop);

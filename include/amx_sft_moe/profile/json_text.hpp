@@ -11,7 +11,7 @@
 #include "amx_sft_moe/core/config_macros.hpp"
 
 AMX_SFT_MOE_NAMESPACE_BEGIN
-namespace json {
+namespace json_text {
 
 // What a text begins with: one character in UTF-8, or bytes that are none.
 struct Utf8Sequence {
@@ -84,5 +84,5 @@ inline void append(std::string& out, std::string_view key, std::int64_t value) {
   append_integer(out, value);
 }
 
-}  // namespace json
+}  // namespace json_text
 AMX_SFT_MOE_NAMESPACE_END

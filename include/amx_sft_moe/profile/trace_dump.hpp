@@ -37,8 +37,8 @@ struct TraceLane {
 namespace trace {
 
 inline void append_microseconds(std::string& out, std::string_view key, std::int64_t ns) {
-  json::append_key(out, key);
-  json::append_integer(out, ns / 1000);
+  json_text::append_key(out, key);
+  json_text::append_integer(out, ns / 1000);
   const auto rest = static_cast<int>(ns % 1000);
   out += '.';
   for (const int digit : {rest / 100, rest / 10 % 10, rest % 10}) out += static_cast<char>('0' + digit);
@@ -48,17 +48,17 @@ inline void append_microseconds(std::string& out, std::string_view key, std::int
 inline void begin_event(std::string& out, std::string_view ph, std::string_view name, const TraceLane& lane,
                         std::size_t thread) {
   out += "{\"ph\":";
-  json::append_string(out, ph);
-  json::append_key(out, "name");
-  json::append_string(out, name);
-  json::append(out, "pid", lane.pid);
-  json::append(out, "tid", lane.first_tid + static_cast<std::int64_t>(thread));
+  json_text::append_string(out, ph);
+  json_text::append_key(out, "name");
+  json_text::append_string(out, name);
+  json_text::append(out, "pid", lane.pid);
+  json_text::append(out, "tid", lane.first_tid + static_cast<std::int64_t>(thread));
 }
 inline void begin_slice(std::string& out, std::string_view category, std::string_view name,
                         const TraceLane& lane, std::size_t thread, std::int64_t begin_ns, std::int64_t end_ns) {
   begin_event(out, "X", name, lane, thread);
-  json::append_key(out, "cat");
-  json::append_string(out, category);
+  json_text::append_key(out, "cat");
+  json_text::append_string(out, category);
   append_microseconds(out, "ts", begin_ns);
   append_microseconds(out, "dur", end_ns - begin_ns);
   out += ",\"args\":{";
@@ -67,8 +67,8 @@ inline void end_event(std::string& out) {
   out += "}},\n";
 }
 inline void append_work(std::string& out, double flop, double bytes) {
-  json::append(out, "flop", std::llround(flop));
-  json::append(out, "bytes", std::llround(bytes));
+  json_text::append(out, "flop", std::llround(flop));
+  json_text::append(out, "bytes", std::llround(bytes));
 }
 
 // FLOP and bytes of each phase per nanosecond of the threads' busy time.
@@ -117,10 +117,10 @@ inline void append_names(std::string& out, const TraceLane& lane, int threads) {
 inline void append_counter(std::string& out, std::string_view name, const TraceLane& lane, std::int64_t ns,
                            double value) {
   begin_event(out, "C", name, lane, 0);
-  if (lane.first_tid != 0) json::append(out, "id", lane.first_tid);  // a track of this caller's own
+  if (lane.first_tid != 0) json_text::append(out, "id", lane.first_tid);  // a track of this caller's own
   append_microseconds(out, "ts", ns);
   out += ",\"args\":{\"value\":";
-  json::append_number(out, value);
+  json_text::append_number(out, value);
   end_event(out);
 }
 
@@ -130,13 +130,13 @@ inline void append_step(std::string& out, const StepRecord& record, const StepLa
   name.append(name.empty() ? "" : " ").append(name_of(label.kind));
   begin_slice(out, "step", name, lane, 0, record.begin_ns, record.end_ns);
   out += "\"layer\":";
-  json::append_string(out, label.name);
-  json::append(out, "operator", label.operator_number);
-  json::append(out, "step", record.index);
-  json::append(out, "tokens", record.tokens);
-  json::append(out, "routed_rows", record.routed_rows);
-  json::append_key(out, "kernel");
-  json::append_string(out, label.kernel);
+  json_text::append_string(out, label.name);
+  json_text::append(out, "operator", label.operator_number);
+  json_text::append(out, "step", record.index);
+  json_text::append(out, "tokens", record.tokens);
+  json_text::append(out, "routed_rows", record.routed_rows);
+  json_text::append_key(out, "kernel");
+  json_text::append_string(out, label.kernel);
   std::int64_t flop = 0;
   std::int64_t bytes = 0;
   for (std::size_t p = 0; p < kPhaseCount; ++p) {
@@ -156,18 +156,18 @@ inline void append_thread(std::string& out, const StepRecord& record, const Step
   begin_slice(out, "group", name_of(region.group), lane, t, t == 0 ? region.begin_ns : thread.begin_ns,
               t == 0 ? region.end_ns : thread.end_ns);
   out += "\"layer\":";
-  json::append_string(out, label.name);
-  json::append(out, "step", record.index);
+  json_text::append_string(out, label.name);
+  json_text::append(out, "step", record.index);
   Work work;
   work.add(rates, thread);
   append_work(out, work.flop, work.bytes);
-  if (thread.spans_dropped > 0) json::append(out, "spans_dropped", thread.spans_dropped);
+  if (thread.spans_dropped > 0) json_text::append(out, "spans_dropped", thread.spans_dropped);
   end_event(out);
   for (const Span& span : region.spans_of(t)) {
     const auto p = static_cast<std::size_t>(span.phase);
     begin_slice(out, "phase", kPhases[p].name, lane, t, span.begin_ns, span.end_ns);
     out += "\"tasks\":";
-    json::append_integer(out, span.tasks);
+    json_text::append_integer(out, span.tasks);
     const auto ns = static_cast<double>(span.end_ns - span.begin_ns);
     append_work(out, rates.flop[p] * ns, rates.bytes[p] * ns);
     end_event(out);
