@@ -75,20 +75,16 @@ def test_gradients_of_one_memory(form: Callable) -> None:
         assert words == f"out.{name}: expected memory of its own, got memory that out.grad_x has too"
 
 
-def test_results_and_inputs() -> None:
+def test_results_of_a_forward() -> None:
     layer = make_layer(SIZES)
     op, tensors = operator(layer, apart)
-    routes = layer.expert_ids, layer.routing_weights
-    y = tensors["down_proj"].view(-1)[: layer.x.numel()].view(layer.x.shape)
-    with pytest.raises(ArgumentError) as caught:
-        op.forward_sft(layer.x, *routes, out=y)
-    assert str(caught.value) == "out: expected memory of its own, got memory that down_proj has too"
-
-    shape = tensors["down_lora_a"].shape
-    taken = torch.full([shape.numel()], 0.5, dtype=torch.bfloat16)
-    layer.routing_weights = taken[: layer.routing_weights.numel()].view(layer.routing_weights.shape)
-    words = refusal(op, layer, out={"down_lora_a": taken.view(shape)})
-    assert words == "out.down_lora_a: expected memory of its own, got memory that routing_weights has too"
+    taken = torch.full([layer.x.numel()], 0.5, dtype=torch.bfloat16)
+    routing = taken[: layer.routing_weights.numel()].view(layer.routing_weights.shape)
+    for name, memory in {"down_proj": tensors["down_proj"], "routing_weights": taken}.items():
+        y = memory.view(-1)[: layer.x.numel()].view(layer.x.shape)
+        with pytest.raises(ArgumentError) as caught:
+            op.forward_sft(layer.x, layer.expert_ids, routing, out=y)
+        assert str(caught.value) == f"out: expected memory of its own, got memory that {name} has too"
 
 
 def test_more_tokens_than_the_operator_takes() -> None:

@@ -143,7 +143,7 @@ def test_memory_that_something_else_has() -> None:
     for out, words in (
         ({"gate_proj": layer.gate_proj}, "^out.gate_proj:.*memory of its own.*that gate_proj "),
         ({"gate_proj": layer.up_proj}, "^out.gate_proj:.*that up_proj "),
-        ({"gate_proj": one, "up_proj": one}, "^out.up_proj:.*that out.gate_proj "),
+        ({"gate_proj": one, "up_proj": one}, "^out.gate_proj:.*that out.up_proj "),
         (
             {"up_proj": flat[-one.numel() :].view(SHAPE), "grad_x": flat[: 12 * 32 + 1][1:].view(12, 32)},
             "out.grad_x",
