@@ -22,14 +22,11 @@ struct LayerShape {
   const char* name;
   index_t experts, top_k, hidden, intermediate;
 };
-inline constexpr LayerShape kShapes[] = {{"qwen3-30b-a3b", 128, 8, 2048, 768},
-                                         {"deepseek-v3-32", 32, 8, 7168, 2048},
-                                         {"deepseek-v3", 256, 8, 7168, 2048},
-                                         {"mixtral", 8, 2, 4096, 14336},
-                                         {"gpt-oss", 32, 4, 2880, 2880},
-                                         {"qwen3-235b-64", 64, 8, 4096, 1536},
-                                         {"small", 16, 4, 512, 256},
-                                         {"one-expert", 1, 1, 2048, 768}};
+inline constexpr LayerShape kShapes[] = {
+    {"qwen3-30b-a3b", 128, 8, 2048, 768}, {"deepseek-v3-32", 32, 8, 7168, 2048},
+    {"deepseek-v3", 256, 8, 7168, 2048},  {"mixtral", 8, 2, 4096, 14336},
+    {"gpt-oss", 32, 4, 2880, 2880},       {"qwen3-235b-64", 64, 8, 4096, 1536},
+    {"small", 16, 4, 512, 256},           {"one-expert", 1, 1, 2048, 768}};
 inline constexpr index_t kRank = 16;
 
 inline const LayerShape* shape_named(std::string_view name) {
