@@ -87,3 +87,37 @@ def test_candidates_are_known() -> None:
     problem = peers.Problem.random("small", 2, 1, "uniform")
     for name in ("ours", "ours-fresh", "torch-grouped", "torch-loop-fp32"):
         assert peers.build(name, problem).forward().shape == (2, problem.hidden)
+
+
+class FakePeer:
+    """A candidate whose passes take so long by a clock of its own."""
+
+    def __init__(self, seconds: list[float]) -> None:
+        self.seconds, self.now, self.runs = seconds, 0.0, 0
+
+    def forward(self) -> torch.Tensor:
+        self.now += self.seconds[min(self.runs, len(self.seconds) - 1)]
+        return torch.zeros(1)
+
+    def backward(self) -> dict[str, torch.Tensor]:
+        self.now += self.seconds[min(self.runs, len(self.seconds) - 1)]
+        self.runs += 1
+        return {}
+
+
+@pytest.mark.parametrize(
+    ("seconds", "runs", "median"),
+    [
+        ([0.5, 0.25], 2, 0.25),  # longer than a turn: one run counts
+        ([0.5, 0.005, 0.001, 0.001, 0.002, 0.002], 6, 0.002),  # 10, 2, 2, 4 and 4 ms
+    ],
+)
+def test_runs_of_a_turn(
+    monkeypatch: pytest.MonkeyPatch, seconds: list[float], runs: int, median: float
+) -> None:
+    peer = FakePeer(seconds)
+    monkeypatch.setattr(peers.time, "sleep", lambda _: setattr(peer, "runs", 0))
+    monkeypatch.setattr(peers.time, "perf_counter", lambda: peer.now)
+    times, _ = peers.measure({"fake": peer}, 1)
+    assert peer.runs == runs
+    assert times["fake"] == [(pytest.approx(median), pytest.approx(median))]
