@@ -53,6 +53,7 @@ TEST(Blocking, MoreRowsTakeWholeRowsThatAreShortOrHalves) {
 TEST(Blocking, MoreRowsTakeEqualPartsOfLongRows) {
   EXPECT_EQ(columns(33, 7232), 1856) << "a quarter";
   EXPECT_EQ(columns(33, 14336), 2048);
+  EXPECT_EQ(columns(33, 6144), 2048) << "a third, whole pages, and no half";
 }
 
 TEST(Blocking, SumsStayInHalfOfL2) {

@@ -54,8 +54,8 @@ struct Blocking {
   static constexpr index_t kManyRows = 64;
   // Kernels of tiles take whole rows too: a piece of a row has memory fetch what is behind it for nothing. Of few rows of A up
   // to kMaxInPlaceCols columns, in equal parts; of more, whose C takes more of L2, rows of no more than these, or halves, which
-  // two threads read at the same time, and equal parts of up to kMaxStripCols of longer ones (benchmarks/LOG.md, "Whole rows
-  // for tiles", "Halves of rows").
+  // two threads read at the same time, and equal parts of up to kMaxStripCols of longer ones and where these are whole
+  // (benchmarks/LOG.md, "Whole rows for tiles", "Halves of rows").
   static constexpr index_t kMaxRowCols = 3584;
   static constexpr index_t kTasksPerThread = 8;
   static constexpr index_t kFewTasksPerThread = 4;  // where tasks are alike, and threads end together
@@ -186,7 +186,7 @@ struct Blocking {
     if constexpr (AddsToC<Kernel>) {
       const bool few = few_rows<Kernel>(rows);
       index_t parts = ceil_div(cols, few ? kMaxInPlaceCols : kMaxRowCols);
-      if (parts > 2 && !few) parts = ceil_div(cols, kMaxStripCols);
+      if (!few && (parts > 2 || cols % kMaxStripCols == 0)) parts = ceil_div(cols, kMaxStripCols);
       return round_up(ceil_div(cols, parts), arch::kStripCols);
     }
     return kMaxStripCols;
