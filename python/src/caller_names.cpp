@@ -6,8 +6,6 @@
 namespace amx_sft_moe::python {
 namespace {
 
-constexpr std::string_view kSaved = "saved activations";
-
 bool of_a_name(char c) {
   return std::isalnum(static_cast<unsigned char>(c)) != 0 || c == '_' || c == '.';
 }
@@ -16,14 +14,11 @@ bool of_a_name(char c) {
 
 CallerNames::CallerNames(const ParameterObjects& objects, const BaseTensors& base) {
   names_ = {{"routing.tokens", "x.shape[0]"},
-            {"routing.expert_ids", "expert_ids"},
             {"routing.weights", "routing_weights"},
             {"y", "out"},
             {"grads.x", "out.grad_x"},
             {"grads.routing_weights", "out.grad_routing_weights"},
             {"grads.scale", "scale"}};
-  for (const std::string_view part : {"gate", "up", "u_gate", "u_up", "u_down"})
-    names_.emplace_back(concat("saved.", part), kSaved);
 
   const auto name_of = [](bool fused, std::size_t together, std::size_t apart) {
     return fused ? together : apart;
@@ -67,17 +62,10 @@ std::string CallerNames::in(std::string_view message) const {
     const auto begin = std::find_if(message.begin(), message.end(), of_a_name);
     const auto end = std::find_if_not(begin, message.end(), of_a_name);
     const std::string_view word(begin, end);
-    // A whole word, or one with a part behind it: "weights.gate.rows".
-    const auto known = std::find_if(names_.begin(), names_.end(), [&](const auto& name) {
-      return word.starts_with(name.first) &&
-             (word.size() == name.first.size() || word[name.first.size()] == '.');
-    });
+    const auto known =
+        std::find_if(names_.begin(), names_.end(), [&](const auto& name) { return word == name.first; });
     text.append(message.begin(), begin);
-    if (known == names_.end()) {
-      text.append(word);
-    } else {
-      text.append(known->second).append(word.substr(known->first.size()));
-    }
+    text.append(known == names_.end() ? word : known->second);
     message.remove_prefix(static_cast<std::size_t>(end - message.begin()));
   }
   return text;

@@ -16,7 +16,7 @@ class CallerNames {
  public:
   CallerNames(const ParameterObjects& objects, const BaseTensors& base);
 
-  // `message` with the names of C++ replaced.
+  // `message` with the names of C++ replaced: those of what read_tensor() and its like have not refused already.
   std::string in(std::string_view message) const;
 
  private:
