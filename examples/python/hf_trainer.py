@@ -1,8 +1,11 @@
 """LoRA on experts and attention with the Trainer of transformers and stock PEFT.
 
-    python hf_trainer.py [--family olmoe] [--steps 120] [--output trained]
+    python hf_trainer.py [--family olmoe] [--steps 120] [--output trained] [--device cuda]
 
-What is special to this package are the three marked lines. The experts then run in the operator, W + BA is
+With `--device cuda` the Trainer moves attention, router, embeddings and head to the GPU; the experts and their
+adapters stay in CPU memory.
+
+What is special to this package are the four marked lines. The experts then run in the operator, W + BA is
 never built, the Trainer's logs (and TensorBoard) have the operator's phase times, and the adapter is written
 one pair of matrices per expert, the layout that servers load.
 """
@@ -21,7 +24,9 @@ from amx_sft_moe.integrations import log_phase_times
 
 def main() -> None:
     """Trains, evaluates, saves."""
-    options = tiny.arguments(__doc__, steps=120, output="hf-trainer-adapter").parse_args()
+    parser = tiny.arguments(__doc__, steps=120, output="hf-trainer-adapter")
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="of all but the experts")
+    options = parser.parse_args()
 
     amx_sft_moe.register()  # (1) before the model is made
     tokenizer = tiny.make_tokenizer()
@@ -37,6 +42,8 @@ def main() -> None:
     )
     model = get_peft_model(model, lora)
     model.print_trainable_parameters()
+    if options.device != "cpu":
+        amx_sft_moe.keep_experts_on_cpu(model)  # (2)
 
     with tempfile.TemporaryDirectory() as scratch:
         trainer = Trainer(
@@ -51,7 +58,7 @@ def main() -> None:
                 logging_steps=20,
                 save_strategy="no",
                 report_to="none",  # "tensorboard" shows losses and phase times over the steps
-                use_cpu=True,
+                use_cpu=options.device == "cpu",
                 seed=tiny.SEED,
                 disable_tqdm=True,
             ),
@@ -60,7 +67,7 @@ def main() -> None:
             data_collator=default_data_collator,
             processing_class=tokenizer,
         )
-        log_phase_times(trainer)  # (2)
+        log_phase_times(trainer)  # (3)
         before = trainer.evaluate()["eval_loss"]
         trainer.train()
         after = trainer.evaluate()["eval_loss"]
@@ -69,7 +76,7 @@ def main() -> None:
     tiny.say(f"held-out loss: {before:.4f} before, {after:.4f} after {options.steps} steps")
     for name in ("forward_ms", "backward_ms", "share_of_step"):
         tiny.say(f"{name}: {logs[-1]['amx_sft_moe/' + name]:.3f} in the last steps")
-    amx_sft_moe.adapters.save_per_expert(model, options.output)  # (3)
+    amx_sft_moe.adapters.save_per_expert(model, options.output)  # (4)
     tiny.say(f"adapter: {options.output}")
 
 

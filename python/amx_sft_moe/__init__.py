@@ -5,9 +5,10 @@
     amx_sft_moe.register()                                                             # transformers and PEFT:
     AutoModelForCausalLM.from_pretrained(..., experts_implementation="amx_sft_moe")
     amx_sft_moe.prepare(model)                                                         # what trains, and memory
+    amx_sft_moe.keep_experts_on_cpu(model)                                             # the rest: to a GPU
 
-torch is optional: importing this package does not import it. ``nn``, ``adapters``, ``register``, ``load_model``
-and ``prepare`` need it.
+torch is optional: importing this package does not import it. ``nn``, ``adapters``, ``register``,
+``load_model``, ``prepare`` and ``keep_experts_on_cpu`` need it.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
     from amx_sft_moe import timeline as timeline
     from amx_sft_moe.checkpoints import load_model
     from amx_sft_moe.integrations import register
+    from amx_sft_moe.integrations.placement import keep_experts_on_cpu
     from amx_sft_moe.integrations.preparation import prepare
 
 __all__ = [
@@ -41,6 +43,7 @@ __all__ = [
     "get_cmake_dir",
     "get_include",
     "info",
+    "keep_experts_on_cpu",
     "load_model",
     "nn",
     "prepare",
@@ -62,6 +65,7 @@ def get_cmake_dir() -> str:
 _LAZY = {
     "adapters": ("adapters", None),
     "integrations": ("integrations", None),
+    "keep_experts_on_cpu": ("integrations.placement", "keep_experts_on_cpu"),
     "load_model": ("checkpoints", "load_model"),
     "nn": ("nn", None),
     "prepare": ("integrations.preparation", "prepare"),

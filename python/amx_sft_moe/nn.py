@@ -162,7 +162,9 @@ class SftMoeExperts(nn.Module):
         return found
 
     def forward(self, x: torch.Tensor, expert_ids: torch.Tensor, routing_weights: torch.Tensor) -> torch.Tensor:
-        """Experts' output, of the shape and dtype of x.
+        """Experts' output, of the shape, dtype and device of x.
+
+        Parameters stay in CPU memory (``amx_sft_moe.keep_experts_on_cpu``); inputs from elsewhere come there.
 
         Args:
             x: ``[..., H]`` bfloat16 or float32.
@@ -172,8 +174,8 @@ class SftMoeExperts(nn.Module):
         if torch.compiler.is_compiling():
             return self._in_graph(x, expert_ids, routing_weights)
         experts = self.experts()
-        tokens = _as_tokens(x, experts.hidden_size)
-        return sft_moe(experts, tokens, expert_ids, routing_weights, self._lora()).view(x.shape)
+        inputs = _on_cpu(_as_tokens(x, experts.hidden_size), expert_ids, routing_weights)
+        return sft_moe(experts, *inputs, self._lora()).view(x.shape).to(x.device)
 
     def _in_graph(
         self, x: torch.Tensor, expert_ids: torch.Tensor, routing_weights: torch.Tensor
@@ -181,8 +183,8 @@ class SftMoeExperts(nn.Module):
         handle = compiled.in_graph(self)
         biases = ExpertBiases(*[getattr(self, name) for name in _BIAS_NAMES])
         weights = {name: weight for name in _BASE_NAMES if (weight := getattr(self, name)) is not None}
-        inputs = _as_tokens(x, weights["down_proj"].shape[1]), expert_ids, routing_weights
-        return compiled.sft_moe(handle, *inputs, self._lora(), biases, weights).view(x.shape)
+        inputs = _on_cpu(_as_tokens(x, weights["down_proj"].shape[1]), expert_ids, routing_weights)
+        return compiled.sft_moe(handle, *inputs, self._lora(), biases, weights).view(x.shape).to(x.device)
 
     def _lora(self) -> LoraFactors:
         names = _SHARED if self.shared_lora_a else _SEPARATE
@@ -212,6 +214,13 @@ def _as_tokens(x: torch.Tensor, hidden: int) -> torch.Tensor:
     if x.dim() == 0 or x.shape[-1] != hidden:
         raise ArgumentError(f"x: expected [..., {hidden}], got shape {list(x.shape)}")
     return x.reshape(-1, hidden)
+
+
+def _on_cpu(
+    x: torch.Tensor, expert_ids: torch.Tensor, routing_weights: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    require_tensors(x=x, expert_ids=expert_ids, routing_weights=routing_weights)
+    return x.to("cpu"), expert_ids.to("cpu"), routing_weights.to("cpu")
 
 
 def _as_parameter(name: str, tensor: torch.Tensor) -> nn.Parameter:

@@ -16,6 +16,7 @@ import whole_numbers
 # Each program's arguments that have no default, and its whole numbers.
 PROGRAMS = {
     "amx_model": ("", "tokens threads"),
+    "beside_gpu": ("", "layers experts hidden intermediate rank turns threads tokens"),
     "compare_steps": (".", "tokens threads turns"),
     "compare_trees": (".", "shape tokens threads turns"),
     "in_process": ("", "tokens turns threads"),

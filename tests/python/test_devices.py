@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map
+from transformers import Trainer, TrainingArguments, default_data_collator
 
 import amx_sft_moe
 from amx_sft_moe.integrations import experts_hook
@@ -21,6 +23,11 @@ from reference import assert_close, make_layer, one_thread, run
 OURS = "amx_sft_moe"
 amx_sft_moe.register()
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU that torch can use")
+
+# What graphs hold is no constant to dynamo before.
+traces = pytest.mark.skipif(
+    torch.__version__ < "2.13", reason="expected torch 2.13, which the package asks for"
+)
 
 
 class Elsewhere(Tensor):
@@ -113,24 +120,78 @@ def test_weights_elsewhere_are_left_alone() -> None:
         experts_hook._hooks[OURS]._layer(experts, *inputs)
 
 
+def on_gpu(model: nn.Module) -> nn.Module:
+    """The model there, its experts here."""
+    amx_sft_moe.keep_experts_on_cpu(model)
+    return model.to("cuda")
+
+
+def inputs_on(device: str) -> dict[str, Tensor]:
+    return {name: ids.to(device) for name, ids in token_batch().items()}
+
+
 @needs_gpu
 @pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss"])
-def test_model_on_a_gpu_with_experts_on_the_cpu(family: str, calls: list[Tensor]) -> None:
+@pytest.mark.parametrize("way", ["eager", "checkpoint", "reentrant", pytest.param("compiled", marks=traces)])
+def test_model_on_a_gpu_with_experts_on_the_cpu(family: str, way: str, calls: list[Tensor]) -> None:
     found = []
     with one_thread():
         for device in ("cpu", "cuda"):
-            model = with_lora(family_model(family, OURS)).to(device)
-            for module in model.modules():
-                if hasattr(module, "_apply_gate"):
-                    module.to("cpu")
-            for name, parameter in model.named_parameters():
-                if ".experts." in name:
-                    parameter.data = parameter.data.cpu()
-            inputs = {name: ids.to(device) for name, ids in token_batch().items()}
-            loss, grads = loss_and_gradients(model, **inputs)
+            model: Any = with_lora(family_model(family, OURS))
+            if device == "cuda":
+                on_gpu(model)
+                if way in ("checkpoint", "reentrant"):
+                    model.enable_input_require_grads()
+                    model.gradient_checkpointing_enable({"use_reentrant": way == "reentrant"})
+                    model.train()
+                elif way == "compiled":
+                    model = torch.compile(model, backend="aot_eager")
+            loss, grads = loss_and_gradients(model, **inputs_on(device))
+            grads = {name.removeprefix("_orig_mod."): grad for name, grad in grads.items()}
+            for name, grad in grads.items():
+                assert grad.device.type == ("cpu" if ".experts." in name else device)
             found.append({name: value.cpu() for name, value in ({"loss": loss} | grads).items()})
-    assert len(calls) == 4
+    assert way == "compiled" or len(calls) == {"eager": 4, "checkpoint": 6, "reentrant": 6}[way]
     assert_close(found[1], found[0], 1e-4)
+
+
+@needs_gpu
+def test_the_trainer_with_its_own_optimizer(tmp_path: Path) -> None:
+    """Moves the model itself, clips by norms of gradients on two devices, steps by fused AdamW."""
+    losses = []
+    for device in ("cpu", "cuda"):
+        model = with_lora(family_model("qwen3_moe", OURS))
+        if device == "cuda":
+            amx_sft_moe.keep_experts_on_cpu(model)
+        arguments = TrainingArguments(
+            str(tmp_path),
+            max_steps=4,
+            logging_steps=1,
+            use_cpu=device == "cpu",
+            report_to="none",
+            save_strategy="no",
+        )
+        rows = [{name: ids[0] for name, ids in token_batch(seed=seed).items()} for seed in range(32)]
+        trainer = Trainer(model, arguments, train_dataset=rows, data_collator=default_data_collator)
+        trainer.train()
+        assert next(model.parameters()).device.type == device
+        losses.append([entry["loss"] for entry in trainer.state.log_history if "loss" in entry])
+    assert losses[1] == pytest.approx(losses[0], rel=1e-3)
+    assert losses[0][0] != losses[0][-1]
+
+
+@needs_gpu
+def test_a_module_of_ours_on_a_gpu() -> None:
+    layer = make_layer(Sizes(), dtype=torch.float32)
+    experts = SftMoeExperts(2, gate_proj=layer.gate_proj, up_proj=layer.up_proj, down_proj=layer.down_proj)
+    found = []
+    for device in ("cpu", "cuda"):
+        x = layer.x.detach().to(device).requires_grad_()
+        y = experts(x, layer.expert_ids.to(device), layer.routing_weights.to(device))
+        (grad,) = torch.autograd.grad(y, x, layer.grad_y.to(device))
+        assert y.device.type == grad.device.type == device
+        found.append((y.detach().cpu(), grad.cpu()))
+    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
 
 
 def test_a_default_device_of_torch() -> None:

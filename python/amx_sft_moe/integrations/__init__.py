@@ -22,10 +22,10 @@ def register(
     What is not understood runs through transformers' default implementation, with one warning that says why.
     Calling again replaces the options.
 
-    Base weights, biases and LoRA factors train where they require a gradient. The experts stay in CPU memory;
-    where the rest of a model is on another device, activations move. Transposed weights (gpt-oss) are laid out
-    by rows in memory at their first call: shape, values and identity of the parameters stay, their strides
-    change. With ``torch.compile`` a layer is one operator of the graph.
+    Base weights, biases and LoRA factors train where they require a gradient. The experts stay in CPU memory
+    (:func:`amx_sft_moe.keep_experts_on_cpu`); where the rest of a model is elsewhere, activations move.
+    Transposed weights (gpt-oss) are laid out by rows in memory at their first call: shape, values and identity
+    of the parameters stay, their strides change. With ``torch.compile`` a layer is one operator of the graph.
 
     Args:
         name: under which transformers finds it; different names may have different options.

@@ -106,6 +106,7 @@ class ExpertsHook:
                 raise StateError(
                     f"{type(module).__name__}: {reason}; no other implementation has adapters on mapped experts"
                 ) from None
+            _require_one_device(module, hidden_states.device, str(reason))
             self.warn_once(type(module).__name__, str(reason))
             return _by_default(module, active, hidden_states, top_k_index, top_k_weights)
         device = hidden_states.device
@@ -309,6 +310,17 @@ def _trained_weights_of(module: nn.Module, layout: Layout) -> Mapping[str, Weigh
     if not (torch.is_grad_enabled() and (gate_up.requires_grad or down.requires_grad)):
         return None
     return as_operator_takes_them(layout, gate_up, down)
+
+
+def _require_one_device(module: nn.Module, device: torch.device, reason: str) -> None:
+    """Raises StateError where no other implementation can run either."""
+    for name, parameter in module.named_parameters():
+        if parameter.device.type != device.type:
+            raise StateError(
+                f"{type(module).__name__}: {reason}; other implementations want one device, got "
+                f"{name} on {parameter.device} and activations on {device} "
+                "(amx_sft_moe.keep_experts_on_cpu(model) keeps experts and their adapters together)"
+            )
 
 
 def _lora_of(
