@@ -7,16 +7,20 @@ import copy
 import gc
 import pickle
 import weakref
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from peft import PeftModel
 from torch import nn
 
 import amx_sft_moe
 from amx_sft_moe import ArgumentError, StateError
+from amx_sft_moe.integrations.mapped_experts import MappedStack
 from amx_sft_moe.nn import SftMoeExperts
 from cases import Sizes
+from checkpoint_folders import write
 from families import family_model, with_lora
 from reference import make_layer
 
@@ -169,3 +173,39 @@ def test_adapters_that_went_away_are_named() -> None:
         StateError, match=r"LoRA factors .* on meta; other implementations .*keep_experts_on_cpu"
     ):
         wrappers[0](*[tensor.to("meta") for tensor in inputs])
+
+
+def test_mapped_experts_and_their_adapters(tmp_path: Path) -> None:
+    model: Any = amx_sft_moe.load_model(write(tmp_path, "qwen3_moe", torch.bfloat16), progress=False)
+    model = with_lora(model)
+    amx_sft_moe.keep_experts_on_cpu(model)
+    experts = {name: p for name, p in model.named_parameters() if ".experts." in name}
+    kinds = {type(parameter) for parameter in experts.values()}
+    assert MappedStack in kinds
+    assert len(kinds) == 2
+    model.to("meta")
+    assert devices(model) == APART
+    assert all(type(p) in kinds for name, p in model.named_parameters() if ".experts." in name)
+    with pytest.raises(
+        StateError, match=r"expected to stay in torch.bfloat16 as in its files, got torch.float32"
+    ):
+        model.float()
+
+
+def test_what_peft_does_afterwards(tmp_path: Path) -> None:
+    """Adapters that are added, loaded and taken off lie where their experts do."""
+    model: Any = with_lora(family_model("qwen3_moe", OURS))
+    model.save_pretrained(tmp_path)
+    base = family_model("qwen3_moe", OURS)
+    amx_sft_moe.keep_experts_on_cpu(base)
+    loaded: Any = PeftModel.from_pretrained(base, str(tmp_path), is_trainable=True)
+    loaded.add_adapter("second", loaded.peft_config["default"])
+    loaded.delete_adapter("default")
+    loaded.to("meta")
+    assert devices(loaded) == APART
+    for name, parameter in model.named_parameters():
+        if ".experts." in name and "lora_" not in name:
+            assert torch.equal(dict(loaded.named_parameters())[name], parameter)
+    bare = loaded.unload()
+    assert not any("lora_" in name for name, _ in bare.named_parameters())
+    assert devices(bare.to("meta")) == APART

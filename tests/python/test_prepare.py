@@ -265,6 +265,18 @@ def test_prints_to_where_it_is_told(capsys: pytest.CaptureFixture[str]) -> None:
 # --- memory ---
 
 
+def test_all_but_the_experts_is_what_goes_elsewhere() -> None:
+    model = add_lora(base_model(OURS, torch.bfloat16), modules_to_save=["lm_head"])
+    found = memory(prepare(model))["all but the experts"]
+    amx_sft_moe.keep_experts_on_cpu(model)
+    model.to("meta")
+    moved = [p for p in model.parameters() if p.device.type == "meta"]
+    trained = sum(p.nbytes for p in moved if p.requires_grad)  # weights, gradients, two of AdamW's
+    buffers = sum(buffer.nbytes for buffer in model.buffers())
+    assert found == sum(p.nbytes for p in moved) + 3 * trained + buffers
+    assert 0 < trained < found < prepare(model).total_bytes
+
+
 def test_weights_gradients_and_optimizer_are_what_torch_holds() -> None:
     model = add_lora(base_model(OURS, torch.bfloat16), modules_to_save=["lm_head"])
     found = memory(prepare(model))

@@ -34,7 +34,7 @@ _TOP_K = ("num_experts_per_tok", "num_experts_per_token", "top_k_experts", "moe_
 
 @dataclass(frozen=True)
 class MemoryItem:
-    """One line of the memory table. ``counted``: part of the total; otherwise a rough figure beside it."""
+    """One line of the memory table. ``counted``: one that makes up the total; otherwise a figure beside it."""
 
     name: str
     bytes: int
@@ -141,6 +141,7 @@ def prepare(
         *_activations(model, layers, tokens, gradient_checkpointing),
         *_factors_turned(model, experts),
         *_logits(model, layers, tokens),
+        _beside_experts(model, parts, optimizer),
     ]
     found = Preparation(
         _name(model),
@@ -254,6 +255,13 @@ def _logits(model: nn.Module, layers: list[training_memory.LayerShape], tokens: 
     if layers and (weight := getattr(get_head(), "weight", None)) is not None:
         logits = tokens * weight.shape[0] * (_activation_bytes(model) + 4)
         yield MemoryItem("logits and their gradient", logits, counted=False, remark="rough, not in the total")
+
+
+def _beside_experts(model: nn.Module, parts: list[Part], optimizer: str | float) -> MemoryItem:
+    others = [part for part in parts if part.key.group != ROUTED]
+    size = sum(item.bytes for item in _state(model, others, optimizer))
+    remark = "of the total, on a GPU after keep_experts_on_cpu"
+    return MemoryItem("all but the experts", size, counted=False, remark=remark)
 
 
 def _activation_bytes(model: nn.Module) -> int:
