@@ -6,6 +6,7 @@
 #include <cstring>
 #include <numeric>
 #include <random>
+#include <stdexcept>
 #include <string_view>
 #include <utility>
 #include <vector>
@@ -60,6 +61,8 @@ class Layer {
 
   Layer(const LayerShape& s, index_t tokens, const LayerOptions& options = {})
       : shape_(s), tokens_(tokens), options_(options) {
+    // Below what would overflow; what is too much for this machine is a std::bad_alloc.
+    if (tokens > (index_t{1} << 40)) throw std::length_error("tokens: expected at most 2^40");
     const index_t matrix = (options.one_weight ? 1 : s.experts) * s.hidden * s.intermediate;
     fill(gate, matrix, 0.03F, 1);
     fill(up, matrix, 0.03F, 2);

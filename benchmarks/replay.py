@@ -134,6 +134,8 @@ def main() -> None:
     parser.add_argument("--regions", action="store_true", help="each region of each step")
     parser.add_argument("--repeats", type=positive, default=5)
     args = parser.parse_args()
+    if args.bandwidth is not None and not 0 < args.bandwidth < float("inf"):
+        parser.error(f"--bandwidth: expected a number above 0, got {args.bandwidth}")
     if args.command == "measure":
         kernels = (args.kernel, COUNTED_KERNEL)
         found = tasklist.measure(args.program, MEASURED_ROWS, kernels, args.repeats)

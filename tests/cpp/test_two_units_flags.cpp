@@ -15,7 +15,7 @@ const char* provider_type_with_flags() {
   return typeid(amx_sft_moe::KernelProvider).name();
 }
 
-bool takes_nan_with_flags(float nan) {
+bool takes_nan_with_flags(const float& nan) {
   amx_sft_moe::Config config;
   config.num_experts = config.top_k = config.hidden_size = config.intermediate_size = 1;
   int taken = 0;

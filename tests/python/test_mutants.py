@@ -36,6 +36,11 @@ def test_every_header_is_broken_or_left_out_with_a_reason() -> None:
         assert (file in broken) != any(fnmatch(file, left) for left in mutants.FILES_LEFT_OUT), file
 
 
+def test_every_operator_of_the_tests_can_be_built_around_a_mutant() -> None:
+    sources = {path.stem for path in (ROOT / "tests/support").glob("moe_*.cpp")}
+    assert sorted(machine.SOURCES.values()) == sorted(sources)
+
+
 def test_mutants_are_other_lines_each_once() -> None:
     assert all(mutant.new != mutant.old for mutant in ALL)
     assert len({(m.file, m.line, m.new) for m in ALL}) == len(ALL)

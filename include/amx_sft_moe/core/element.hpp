@@ -25,11 +25,12 @@ constexpr float to_float(float value) {
   return value;
 }
 
-// By its bits: with -ffast-math compilers take for granted that every number is finite, std::isfinite() too.
-constexpr bool is_finite(float value) {
+// By its bits: with -ffast-math compilers take for granted that every number is finite, std::isfinite() too. And by
+// reference: clang takes it for granted of arguments passed by value, whose bits then tell nothing.
+constexpr bool is_finite(const float& value) {
   return (std::bit_cast<std::uint32_t>(value) & 0x7f800000U) != 0x7f800000U;
 }
-constexpr bool is_nan(float value) {
+constexpr bool is_nan(const float& value) {
   return (std::bit_cast<std::uint32_t>(value) & 0x7fffffffU) > 0x7f800000U;
 }
 

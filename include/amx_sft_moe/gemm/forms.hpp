@@ -7,8 +7,8 @@
 // Sums of products (LoRA beside base, gate beside up) are several terms of one call and round once.
 //
 // Kernels of tiles (AMX, oneDNN) go through gemm/blocks.hpp, and so does gemm_nt with tokens along the lanes; AMX with few
-// tokens, which wait for the weights, through gemm/streams.hpp; kernels of strips through gemm/strips.hpp, but for gemm_tn of few tokens; base weights' gradients have a way of their own there
-// (gemm/finished_strips.hpp).
+// tokens, which wait for the weights, through gemm/streams.hpp; kernels of strips through gemm/strips.hpp, but for gemm_tn of
+// few tokens; base weights' gradients have a way of their own there (gemm/finished_strips.hpp).
 #pragma once
 
 #include <algorithm>

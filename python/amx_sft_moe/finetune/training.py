@@ -119,6 +119,34 @@ def _reproducible() -> Iterator[None]:
         settings.fill_uninitialized_memory = fill
 
 
+def _arguments(
+    blocks: TokenBlocks, *, steps: int, batch_size: int, learning_rate: float, seed: int, scratch: Path
+) -> TrainingArguments:
+    return TrainingArguments(
+        output_dir=str(scratch),
+        max_steps=steps,
+        per_device_train_batch_size=batch_size,
+        learning_rate=learning_rate,
+        lr_scheduler_type="cosine",
+        warmup_steps=min(max(steps // 20, 1), steps - 1),  # the first of them has learning rate 0
+        max_grad_norm=1.0,
+        weight_decay=0.0,
+        optim="adamw_torch_fused",
+        adam_beta2=0.95,
+        logging_steps=1,
+        logging_nan_inf_filter=False,  # it would log 0 for a loss that is none
+        save_strategy="no",
+        report_to="none",
+        disable_tqdm=True,  # the bar is ours
+        use_cpu=True,
+        seed=seed,
+        data_seed=seed,
+        dataloader_drop_last=len(blocks) >= batch_size,
+        dataloader_pin_memory=False,
+        remove_unused_columns=False,
+    )
+
+
 def train(
     model: torch.nn.Module,
     blocks: TokenBlocks,
@@ -152,28 +180,8 @@ def train(
         )
     curve.held_out.append((0, before))
     progress = _Progress(title, curve, evaluate, math.ceil(steps / EVALUATIONS))
-    arguments = TrainingArguments(
-        output_dir=str(scratch),
-        max_steps=steps,
-        per_device_train_batch_size=batch_size,
-        learning_rate=learning_rate,
-        lr_scheduler_type="cosine",
-        warmup_steps=min(max(steps // 20, 1), steps - 1),  # the first of them has learning rate 0
-        max_grad_norm=1.0,
-        weight_decay=0.0,
-        optim="adamw_torch_fused",
-        adam_beta2=0.95,
-        logging_steps=1,
-        logging_nan_inf_filter=False,  # it would log 0 for a loss that is none
-        save_strategy="no",
-        report_to="none",
-        disable_tqdm=True,  # the bar is ours
-        use_cpu=True,
-        seed=seed,
-        data_seed=seed,
-        dataloader_drop_last=len(blocks) >= batch_size,
-        dataloader_pin_memory=False,
-        remove_unused_columns=False,
+    arguments = _arguments(
+        blocks, steps=steps, batch_size=batch_size, learning_rate=learning_rate, seed=seed, scratch=scratch
     )
     trainer = Trainer(
         model=model,
