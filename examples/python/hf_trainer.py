@@ -15,6 +15,7 @@ from __future__ import annotations
 import tempfile
 
 import tiny
+import torch
 from peft import LoraConfig, get_peft_model
 from transformers import Trainer, TrainingArguments, default_data_collator
 
@@ -27,6 +28,8 @@ def main() -> None:
     parser = tiny.arguments(__doc__, steps=120, output="hf-trainer-adapter")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="of all but the experts")
     options = parser.parse_args()
+    if options.device == "cuda" and not torch.cuda.is_available():  # the Trainer would train on the CPU then
+        parser.error("--device cuda: expected a GPU that torch can use, got none")
 
     amx_sft_moe.register()  # (1) before the model is made
     tokenizer = tiny.make_tokenizer()

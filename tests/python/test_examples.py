@@ -71,6 +71,14 @@ def require_adapter(folder: Path) -> None:
             assert any(state[name % expert].any() for expert in range(8))
 
 
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_hf_trainer_without_the_gpu_that_it_is_told(tmp_path):
+    command = [sys.executable, EXAMPLES / "hf_trainer.py", "--device", "cuda"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
+    assert done.returncode == 2
+    assert "--device cuda: expected a GPU that torch can use, got none" in done.stderr
+
+
 def test_hf_trainer(tmp_path):
     said = run(tmp_path, EXAMPLES / "hf_trainer.py", "--steps", 4, "--output", "adapter")
     before, after = numbers("held-out loss: # before, # after 4 steps", said)
