@@ -82,9 +82,14 @@ def experts_of(family: str) -> nn.Module:
     return next(module for module in model.modules() if hasattr(module, "_apply_gate"))
 
 
-@pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss"])
+def ours_in_place_of(experts: nn.Module) -> SftMoeExperts:
+    gate_up, down = (getattr(experts, f"{name}_proj").detach() for name in ("gate_up", "down"))
+    return SftMoeExperts(2, gate_up_proj=gate_up, down_proj=down, lora_rank=2, lora_dtype=torch.float32)
+
+
+@pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss", "ours"])
 def test_activations_come_and_go(family: str, calls: list[Tensor], monkeypatch: pytest.MonkeyPatch) -> None:
-    experts = experts_of(family)
+    experts = ours_in_place_of(experts_of("qwen3_moe")) if family == "ours" else experts_of(family)
     to = Tensor.to
 
     def moved(tensor: Tensor, *args: Any, **kwargs: Any) -> Tensor:
@@ -110,7 +115,7 @@ def test_activations_come_and_go(family: str, calls: list[Tensor], monkeypatch: 
     assert all(isinstance(grad, Elsewhere) for grad in grads)
     assert all(torch.equal(a.memory, b) for a, b in zip(grads, expected_grads, strict=True))
     assert all(seen.device.type == "cpu" for seen in calls)
-    assert len(calls) == 2
+    assert len(calls) == (0 if family == "ours" else 2)
 
 
 def test_weights_elsewhere_are_left_alone() -> None:
@@ -181,17 +186,32 @@ def test_the_trainer_with_its_own_optimizer(tmp_path: Path) -> None:
 
 
 @needs_gpu
-def test_a_module_of_ours_on_a_gpu() -> None:
+@pytest.mark.parametrize("way", ["eager", pytest.param("compiled", marks=traces)])
+def test_a_module_of_ours_on_a_gpu(way: str) -> None:
     layer = make_layer(Sizes(), dtype=torch.float32)
-    experts = SftMoeExperts(2, gate_proj=layer.gate_proj, up_proj=layer.up_proj, down_proj=layer.down_proj)
+    experts: Any = SftMoeExperts(2, gate_proj=layer.gate_proj, up_proj=layer.up_proj, down_proj=layer.down_proj)
     found = []
     for device in ("cpu", "cuda"):
+        called = torch.compile(experts, backend="aot_eager") if way == "compiled" else experts
         x = layer.x.detach().to(device).requires_grad_()
-        y = experts(x, layer.expert_ids.to(device), layer.routing_weights.to(device))
+        y = called(x, layer.expert_ids.to(device), layer.routing_weights.to(device))
         (grad,) = torch.autograd.grad(y, x, layer.grad_y.to(device))
         assert y.device.type == grad.device.type == device
         found.append((y.detach().cpu(), grad.cpu()))
     assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+
+
+@needs_gpu
+def test_experts_come_back_from_a_gpu() -> None:
+    with torch.device("meta"):
+        made: Any = family_model("qwen3_moe", OURS)
+    amx_sft_moe.keep_experts_on_cpu(made)
+    made.to_empty(device="cuda")
+    moved = with_lora(family_model("qwen3_moe", OURS)).to("cuda")
+    amx_sft_moe.keep_experts_on_cpu(moved)
+    for model in (made, moved):
+        for name, parameter in model.named_parameters():
+            assert parameter.device.type == ("cpu" if ".experts." in name else "cuda")
 
 
 def test_a_default_device_of_torch() -> None:

@@ -14,9 +14,12 @@ import pytest
 import torch
 from peft import PeftModel
 from torch import nn
+from transformers import InternVLConfig, InternVLForConditionalGeneration
+from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeSparseMoeBlock
 
 import amx_sft_moe
 from amx_sft_moe import ArgumentError, StateError
+from amx_sft_moe.integrations import placement
 from amx_sft_moe.integrations.mapped_experts import MappedStack
 from amx_sft_moe.nn import SftMoeExperts
 from cases import Sizes
@@ -34,6 +37,11 @@ def devices(model: nn.Module) -> dict[bool, set[str]]:
     for name, parameter in model.named_parameters():
         found[".experts." in name].add(parameter.device.type)
     return found
+
+
+def kept(model: nn.Module) -> list[nn.Module]:
+    """Blocks whose experts stay."""
+    return [module for module in model.modules() if isinstance(module, placement._KeepsChildren)]
 
 
 APART = {True: {"cpu"}, False: {"meta"}}
@@ -80,24 +88,14 @@ def test_conversions_go_on() -> None:
     assert all(torch.equal(parameter.grad, torch.ones_like(parameter)) for parameter in experts)
 
 
-def test_experts_that_are_elsewhere_come_back(monkeypatch: pytest.MonkeyPatch) -> None:
-    model = family_model("qwen3_moe", OURS)
-    asked: list[Any] = []
-    to = nn.Module.to
-    monkeypatch.setattr(
-        nn.Module, "to", lambda self, *args: (asked.append((type(self), args)), to(self, *args))[1]
-    )
-    amx_sft_moe.keep_experts_on_cpu(model)
-    assert [args for _, args in asked] == [("cpu",)] * 2
-
-
 def test_once_more_is_the_same() -> None:
     model = with_lora(family_model("qwen3_moe", OURS))
     for _ in range(3):
         amx_sft_moe.keep_experts_on_cpu(model)
-    blocks = [module for module in model.modules() if "_apply" in module.__dict__]
+    blocks = kept(model)
     assert len(blocks) == 2
     assert all(type(block).__name__ == "Qwen3MoeSparseMoeBlock" for block in blocks)
+    assert all(type(block).__mro__[2] is Qwen3MoeSparseMoeBlock for block in blocks)
     model.to("meta")
     assert devices(model) == APART
 
@@ -115,7 +113,7 @@ def test_copies_and_pickles_keep_theirs() -> None:
 def test_the_experts_die_with_their_model() -> None:
     model = family_model("qwen3_moe", OURS)
     amx_sft_moe.keep_experts_on_cpu(model)
-    [block, _] = [module for module in model.modules() if "_apply" in module.__dict__]
+    [block, _] = kept(model)
     alone = copy.deepcopy(block)
     weights = weakref.ref(alone.experts.gate_up_proj)
     gc.disable()
@@ -126,26 +124,137 @@ def test_the_experts_die_with_their_model() -> None:
         gc.enable()
 
 
-def test_modules_of_ours() -> None:
-    class Block(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            layer = make_layer(Sizes())
-            projections = {name: getattr(layer, name) for name in ("gate_proj", "up_proj", "down_proj")}
-            self.mixture = SftMoeExperts(2, **projections, lora_rank=2)
-            self.norm = nn.LayerNorm(4)
+def experts_of_ours(sizes: Sizes | None = None) -> SftMoeExperts:
+    layer = make_layer(Sizes() if sizes is None else sizes)
+    projections = {name: getattr(layer, name) for name in ("gate_proj", "up_proj", "down_proj")}
+    return SftMoeExperts(layer.expert_ids.shape[1], **projections, lora_rank=2)
 
+
+class Block(nn.Module):
+    """Two experts modules, and what goes elsewhere."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.mixture, self.second = experts_of_ours(), experts_of_ours()
+        self.norm = nn.LayerNorm(4)
+        self.scale = nn.Parameter(torch.ones(1))
+        self.register_buffer("shift", torch.zeros(1))
+
+    def moved(self) -> dict[str, str]:
+        """Device types of what lies in the block."""
+        own = {"scale": self.scale, "shift": self.get_buffer("shift"), "norm": self.norm.weight}
+        experts = {name: getattr(self, name).down_proj for name in ("mixture", "second")}
+        return {name: tensor.device.type for name, tensor in (own | experts).items()}
+
+
+ALL_BUT_EXPERTS = {"scale": "meta", "shift": "meta", "norm": "meta", "mixture": "cpu", "second": "cpu"}
+
+
+def test_modules_of_ours() -> None:
     block = Block()
     amx_sft_moe.keep_experts_on_cpu(block)
-    block.to("meta")
+    assert block.to("meta").moved() == ALL_BUT_EXPERTS
     assert {parameter.device.type for parameter in block.mixture.parameters()} == {"cpu"}
-    assert block.norm.weight.device.type == "meta"
+
+
+def test_a_layer_with_one_expert() -> None:
+    block = Block()
+    block.mixture = experts_of_ours(Sizes(experts=1, top_k=1))
+    amx_sft_moe.keep_experts_on_cpu(block)
+    assert block.to("meta").moved() == ALL_BUT_EXPERTS
+
+
+def test_moves_without_children() -> None:
+    block = Block()
+    amx_sft_moe.keep_experts_on_cpu(block)
+    block.to_empty(device="meta", recurse=False)
+    assert block.moved() == ALL_BUT_EXPERTS | {"norm": "cpu"}
+
+
+def test_copies_of_a_block_move_themselves() -> None:
+    block = Block()
+    amx_sft_moe.keep_experts_on_cpu(block)
+    for copied in (copy.copy(block), copy.deepcopy(block)):
+        assert type(copied) is type(block)
+        assert copied._apply(lambda tensor: tensor) is copied
+    assert copy.deepcopy(block).to("meta").moved() == ALL_BUT_EXPERTS
+    assert set(block.moved().values()) == {"cpu"}
+
+
+def test_what_a_block_does_with_moves_is_still_done() -> None:
+    block = Block()
+    seen: list[Any] = []
+
+    def watched(fn: Any, recurse: bool = True) -> nn.Module:
+        seen.append(fn)
+        return type(block)._apply(block, fn, recurse)
+
+    block._apply = watched  # type: ignore[method-assign]
+    amx_sft_moe.keep_experts_on_cpu(block)
+    assert block.to("meta").moved() == ALL_BUT_EXPERTS
+    assert len(seen) == 1
+
+
+def test_experts_that_two_modules_have() -> None:
+    model: Any = family_model("qwen3_moe", OURS)
+    model.all_experts = nn.ModuleList([layer.mlp.experts for layer in model.model.layers])
+    amx_sft_moe.keep_experts_on_cpu(model)
+    assert len(kept(model)) == 3
+    assert devices(model.to("meta")) == APART
+
+
+def test_experts_without_memory_get_it_on_the_cpu() -> None:
+    with torch.device("meta"):
+        model = family_model("qwen3_moe", OURS)
+    amx_sft_moe.keep_experts_on_cpu(model)
+    assert len(kept(model)) == 2
+    assert devices(model) == {True: {"meta"}, False: {"meta"}}
+    with pytest.raises(NotImplementedError, match="Cannot copy out of meta tensor"):
+        model.to("cpu")
+    model.to_empty(device="cpu")
+    assert devices(model.to("meta")) == APART
+
+
+def test_a_default_device_changes_nothing() -> None:
+    model = family_model("qwen3_moe", OURS)
+    amx_sft_moe.keep_experts_on_cpu(model)
+    before = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+    with torch.device("meta"), torch.no_grad():
+        model._apply(lambda tensor: tensor * 2)
+        model.cpu()
+    for name, parameter in model.named_parameters():
+        assert torch.equal(parameter, 2 * before[name]), name
+
+
+def test_image_encoders_are_no_experts() -> None:
+    """Some have two parameters [1, ..., ...] of their own."""
+    vision = {
+        "hidden_size": 32,
+        "intermediate_size": 32,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+        "image_size": [28, 28],
+        "patch_size": [14, 14],
+    }
+    text = family_model("qwen3_moe", OURS).config.to_dict()
+    config = InternVLConfig(text_config=text, vision_config=vision)
+    model: Any = InternVLForConditionalGeneration(config)
+    model.set_experts_implementation(OURS)
+    assert len([p for p in model.model.vision_tower.embeddings._parameters.values() if p is not None]) >= 2
+    amx_sft_moe.keep_experts_on_cpu(model)
+    assert len(kept(model)) == 2
+    assert devices(model.to("meta")) == APART
 
 
 @pytest.mark.parametrize(
     ("make", "reason"),
     [
-        (lambda: nn.Linear(2, 2), "expected a model with routed experts in it, got a Linear with none"),
+        (lambda: nn.Linear(2, 2), "expected a model with routed experts in it, got a Linear, which has none"),
+        (
+            lambda: experts_of_ours(),
+            "expected a model with routed experts in it, got a SftMoeExperts, which is one layer's experts "
+            "itself",
+        ),
         (
             lambda: family_model("qwen3_moe", "eager"),
             r"model\.layers\.0\.mlp\.experts: expected experts_implementation='amx_sft_moe', or another name "
@@ -161,7 +270,7 @@ def test_refusals_change_nothing(make: Any, reason: str) -> None:
     model = make()
     with pytest.raises(ArgumentError, match=f"^keep_experts_on_cpu: {reason}$"):
         amx_sft_moe.keep_experts_on_cpu(model)
-    assert not any("_apply" in module.__dict__ for module in model.modules())
+    assert kept(model) == []
 
 
 def test_adapters_that_went_away_are_named() -> None:
@@ -169,9 +278,7 @@ def test_adapters_that_went_away_are_named() -> None:
     wrappers = [module for module in model.modules() if hasattr(module, "parameter_name")]
     wrappers[0].lora_A.to("meta")
     inputs = torch.empty(7, 32), torch.zeros(7, 2, dtype=torch.long), torch.ones(7, 2)
-    with pytest.raises(
-        StateError, match=r"LoRA factors .* on meta; other implementations .*keep_experts_on_cpu"
-    ):
+    with pytest.raises(StateError, match=r"LoRA factors .* on meta \(amx_sft_moe.keep_experts_on_cpu.*; other"):
         wrappers[0](*[tensor.to("meta") for tensor in inputs])
 
 

@@ -274,7 +274,10 @@ def test_all_but_the_experts_is_what_goes_elsewhere() -> None:
     trained = sum(p.nbytes for p in moved if p.requires_grad)  # weights, gradients, two of AdamW's
     buffers = sum(buffer.nbytes for buffer in model.buffers())
     assert found == sum(p.nbytes for p in moved) + 3 * trained + buffers
-    assert 0 < trained < found < prepare(model).total_bytes
+    plan = prepare(model)
+    assert 0 < trained < found < plan.total_bytes
+    beside = ("all but the experts", "logits and their gradient")
+    assert plan.total_bytes == sum(size for name, size in memory(plan).items() if name not in beside)
 
 
 def test_weights_gradients_and_optimizer_are_what_torch_holds() -> None:

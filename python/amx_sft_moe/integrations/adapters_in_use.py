@@ -196,9 +196,13 @@ def _require_delta(name: str, delta: Delta, shape: torch.Size, num_experts: int)
         )
     for factor in (left, right):
         if factor.device.type != "cpu" or factor.dtype not in _FLOATS:
+            elsewhere = factor.device.type != "cpu"
+            advice = (
+                " (amx_sft_moe.keep_experts_on_cpu(model) keeps them with their experts)" if elsewhere else ""
+            )
             raise NotUnderstoodError(
                 f"expected LoRA factors on {name} in bfloat16 or float32 on cpu, got {factor.dtype} on "
-                f"{factor.device}"
+                f"{factor.device}{advice}"
             )
 
 

@@ -318,8 +318,7 @@ def _require_one_device(module: nn.Module, device: torch.device, reason: str) ->
         if parameter.device.type != device.type:
             raise StateError(
                 f"{type(module).__name__}: {reason}; other implementations want one device, got "
-                f"{name} on {parameter.device} and activations on {device} "
-                "(amx_sft_moe.keep_experts_on_cpu(model) keeps experts and their adapters together)"
+                f"{name} on {parameter.device} and activations on {device}"
             )
 
 

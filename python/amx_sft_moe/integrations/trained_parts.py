@@ -82,13 +82,18 @@ def routed_experts(model: nn.Module) -> list[RoutedExperts]:
     found: dict[str, RoutedExperts] = {}
     for name, module in model.named_modules():
         stacked = [p for p in module._parameters.values() if p is not None and p.dim() == 3]
-        if len(stacked) >= 2 and len({p.shape[0] for p in stacked}) == 1:
+        if len(stacked) >= 2 and len({p.shape[0] for p in stacked}) == 1 and _are_experts(module, stacked):
             name = unwrapped(name)
             found[name] = RoutedExperts(name, module, stacked[0].shape[0], fused=True)
         elif isinstance(module, nn.ModuleList) and name.endswith(".experts"):
             name = unwrapped(name)
             found[name] = RoutedExperts(name, module, len(module), fused=False)
     return list(found.values())
+
+
+def _are_experts(module: nn.Module, stacked: list[nn.Parameter]) -> bool:
+    # One of each is a layer's only expert, or what an image encoder adds to its patches.
+    return stacked[0].shape[0] > 1 or "down_proj" in module._parameters
 
 
 def parts_of(model: nn.Module, experts: list[RoutedExperts]) -> list[Part]:
