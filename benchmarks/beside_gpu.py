@@ -130,7 +130,7 @@ def operator_ms() -> float:
 
 
 def measure(steps: list[Step], tokens: int, turns: int) -> list[dict]:
-    """A row for each candidate, in ms; the first is the one that others are compared with."""
+    """A row for each candidate, in ms."""
     ids = torch.randint(0, VOCABULARY, (1, tokens), generator=torch.Generator().manual_seed(1))
     ids = ids.to(steps[0].device)
     found: dict[str, list[list[float]]] = {step.name: [] for step in steps}

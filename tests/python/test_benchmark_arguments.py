@@ -42,6 +42,17 @@ def test_every_program_refuses_none(
     assert f"argument --{option}: expected a whole number of at least 1, got 0\n" in error
 
 
+@pytest.mark.parametrize("bandwidth", ["0", "-1", "nan", "inf"])
+def test_a_bandwidth_is_above_zero(
+    bandwidth: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    module = importlib.import_module("replay")
+    monkeypatch.setattr(sys, "argv", ["replay.py", f"--bandwidth={bandwidth}"])
+    with pytest.raises(SystemExit):
+        module.main()
+    assert "--bandwidth: expected a number above 0, got " in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("text", ["1", "12", "007"])
 def test_whole_numbers(text: str) -> None:
     assert whole_numbers.positive(text) == int(text)
