@@ -120,7 +120,9 @@ def train(accelerator: Accelerator, folder: str, options: argparse.Namespace) ->
 def main() -> None:
     """Starts what the processes have in common and lets them train."""
     parser = tiny.arguments(__doc__, steps=20, output="ddp-adapter")
-    parser.add_argument("--batch-size", type=int, default=16, help="of all processes together; default: 16")
+    parser.add_argument(
+        "--batch-size", type=tiny.at_least_1, default=16, help="of all processes together; default: 16"
+    )
     parser.add_argument("--threads", type=int, help="of each process; default: an equal part of the cores")
     options = parser.parse_args()
 

@@ -50,7 +50,9 @@ def say_times(steps: int) -> None:
 def main() -> None:
     """Trains, evaluates, saves."""
     parser = tiny.arguments(__doc__, steps=60, output="plain-loop-adapter")
-    parser.add_argument("--accumulation", type=int, default=2, help="batches per step; default: %(default)s")
+    parser.add_argument(
+        "--accumulation", type=tiny.at_least_1, default=2, help="batches per step; default: %(default)s"
+    )
     parser.add_argument("--gradient-checkpointing", action="store_true", help="less memory, a second forward")
     options = parser.parse_args()
 

@@ -180,7 +180,9 @@ def main() -> None:
     """Trains in the loops asked for, each in a folder of its own."""
     parser = tiny.arguments(__doc__, steps=20, output="resumable")
     parser.add_argument("--loop", choices=LOOPS, action="append", help="default: one after the other")
-    parser.add_argument("--stop-after", type=int, help="step after which to stop; default: train to the end")
+    parser.add_argument(
+        "--stop-after", type=tiny.at_least_1, help="step after which to stop; default: train to the end"
+    )
     options = parser.parse_args()
 
     amx_sft_moe.register()

@@ -69,6 +69,14 @@ _FAMILIES: dict[str, dict[str, Any]] = {
 }
 
 
+def at_least_1(text: str) -> int:
+    """An option's number."""
+    number = int(text)
+    if number < 1:
+        raise argparse.ArgumentTypeError(f"expected at least 1, got {number}")
+    return number
+
+
 def arguments(description: str | None, steps: int, output: str | None = None) -> argparse.ArgumentParser:
     """The options that all examples have."""
     parser = argparse.ArgumentParser(
@@ -78,7 +86,7 @@ def arguments(description: str | None, steps: int, output: str | None = None) ->
     parser.add_argument(
         "--dtype", choices=("bfloat16", "float32"), default="bfloat16", help="of the base weights"
     )
-    parser.add_argument("--steps", type=int, default=steps, help="default: %(default)s")
+    parser.add_argument("--steps", type=at_least_1, default=steps, help="default: %(default)s")
     if output is not None:
         parser.add_argument("--output", type=Path, default=Path(output), help="folder; default: %(default)s")
     return parser

@@ -114,7 +114,7 @@ def run_backward(
     wanted: Sequence[bool],
 ) -> list[torch.Tensor | None]:
     """Gradients of x, the routing weights and the parameters, where ``wanted``."""
-    x, grad_y = _adjacent(x), _adjacent(grad_y)
+    x, grad_y = _adjacent(x), _adjacent(grad_y.resolve_neg())  # within a graph nobody else can
     operator = experts.operator()
     with profiler_ranges("backward", operator), thread_scratch() as scratch:
         core_parameters = _for_core(shared_a, apart, scaling, parameters, operator, scratch)
@@ -146,9 +146,11 @@ class _Experts(torch.autograd.Function):
         # Only what is no tensor may hang on ctx: the rest would outlive its layer under checkpointing.
         ctx.experts = experts
         ctx.form = form
-        ctx.versions = experts.versions()
+        # A tensor, so that checkpointing has those of its second forward: between the two PEFT's
+        # parametrizations may have counted as changes.
+        versions = torch.tensor(experts.versions(), dtype=torch.int64, device="cpu")
         # Base weights too, though the operator has them: autograd then checks that nobody changed them.
-        ctx.save_for_backward(x, expert_ids, routing_weights, saved, *parameters)
+        ctx.save_for_backward(x, expert_ids, routing_weights, saved, versions, *parameters)
         return y
 
     @staticmethod
@@ -163,10 +165,10 @@ class _Experts(torch.autograd.Function):
     def _gradients(
         ctx: Any, of_forward: Sequence[Any], grad_y: torch.Tensor
     ) -> tuple[torch.Tensor | None, ...]:
-        x, expert_ids, routing_weights, saved, *parameters = of_forward
+        x, expert_ids, routing_weights, saved, versions, *parameters = of_forward
         # Autograd knows no changes of what a hook on saved tensors copied; the operator reads the weights' own
         # memory.
-        if ctx.experts.versions() != ctx.versions:
+        if ctx.experts.versions() != versions.tolist():
             raise StateError(CHANGED_WEIGHTS)
         inputs = x, expert_ids, routing_weights, saved, grad_y
         needs = ctx.needs_input_grad
@@ -286,7 +288,7 @@ def _has_one_a(factors: Sequence[torch.Tensor | None], apart: bool) -> bool:
 
 def _adjacent(tensor: torch.Tensor) -> torch.Tensor:
     # Expanded gradients (of a sum or a mean) and transposed inputs: rows may be strided, their elements not.
-    if tensor.dim() != 2:
+    if tensor.dim() != 2 or tensor.layout != torch.strided:
         return tensor
     if (tensor.stride(1) != 1 and tensor.size(1) > 1) or tensor.stride(0) < 0:
         return tensor.contiguous()

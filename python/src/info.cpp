@@ -72,7 +72,7 @@ std::string amx_permission() {
   if (cpu.amx_emulated) return "not asked: AMX is emulated";
   if (!cpu.amx_tile) return "not asked: no AMX on this CPU, or hidden by the operating system or a hypervisor";
   if (arch::request_amx_permission() == 0) return "granted";
-  return "denied: " + std::generic_category().message(errno) + " (arch_prctl ARCH_REQ_XCOMP_PERM)";
+  return "denied: " + arch::amx_denial(errno);
 }
 
 int max_threads() {

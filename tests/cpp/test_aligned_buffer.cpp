@@ -80,6 +80,17 @@ TEST(AlignedBuffer, GrowsFromOneAlignmentToTheOther) {
   EXPECT_EQ(sft_test::live_aligned_allocations(), before);
 }
 
+TEST(AlignedBuffer, RefusesSizesThatHaveOverflowed) {
+  AlignedBuffer<float> buffer(3);
+  EXPECT_THROW(buffer.reserve(-1), std::bad_alloc);
+  EXPECT_THROW(buffer.reserve(std::numeric_limits<index_t>::min()), std::bad_alloc);
+  EXPECT_EQ(buffer.capacity(), 3);
+  amx_sft_moe::gemm::Buffer untyped;
+  EXPECT_THROW(untyped.as<float>(-1), std::bad_alloc);
+  EXPECT_THROW(untyped.as<float>(std::numeric_limits<index_t>::max() / 4 + 1), std::bad_alloc);
+  EXPECT_EQ(untyped.bytes(), 0);
+}
+
 TEST(AlignedBuffer, IsAsItWasWhenMemoryRunsOut) {
   AlignedBuffer<float> buffer(8);
   buffer[7] = 3.0F;

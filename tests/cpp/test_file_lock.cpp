@@ -40,7 +40,8 @@ TEST(FileLock, IsNotHeldByTheChildOfAForkThatCameMeanwhile) {
   const int file = opened(path);
   pid_t child = 0;
   {
-    const FileLock lock(file);
+    bool holder_stopped = false;
+    const FileLock lock(file, holder_stopped);
     child = fork();
     if (child == 0) {
       pause();
@@ -68,7 +69,8 @@ TEST(FileLock, IsWaitedForThroughSignals) {
     pthread_sigmask(SIG_BLOCK, &alarms, nullptr);
     const int file = opened(path);
     {
-      const FileLock lock(file);
+      bool holder_stopped = false;
+      const FileLock lock(file, holder_stopped);
       held = true;
       std::this_thread::sleep_for(std::chrono::milliseconds(300));
       released = true;
@@ -80,13 +82,37 @@ TEST(FileLock, IsWaitedForThroughSignals) {
   setitimer(ITIMER_REAL, &soon, nullptr);
   const int file = opened(path);
   {
-    const FileLock lock(file);
+    bool holder_stopped = false;
+    const FileLock lock(file, holder_stopped);
     EXPECT_TRUE(released);
+    EXPECT_FALSE(lock.refused() || holder_stopped);
   }
   setitimer(ITIMER_REAL, &never, nullptr);
   holder.join();
   close(file);
   sigaction(SIGALRM, &before, nullptr);
+}
+
+// Were it waited for without bound, this would not end.
+TEST(FileLock, OfSomebodyWhoHasStoppedCostsRecordsAndTheWaitOnce) {
+  const auto path = fresh_file("lock_of_a_stopped_process");
+  const int other = opened(path);
+  ASSERT_EQ(flock(other, LOCK_EX), 0);
+  BoundedFile file(path, 1000, "", "the end\n");
+  const auto begin = std::chrono::steady_clock::now();
+  file.append("lost ");
+  EXPECT_GE(std::chrono::steady_clock::now() - begin, FileLock::kPatience);
+  const int own = opened(path);
+  bool holder_stopped = true;
+  const FileLock refused(own, holder_stopped);
+  EXPECT_TRUE(refused.refused() && holder_stopped);
+  file.append("lost too ");
+  EXPECT_EQ(contents(path), "");
+  flock(other, LOCK_UN);
+  file.append("written");
+  EXPECT_EQ(contents(path), "written");
+  close(own);
+  close(other);
 }
 
 TEST(BoundedFile, IsTheSameOneInAnotherFolder) {

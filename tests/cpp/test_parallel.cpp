@@ -115,6 +115,18 @@ TEST(Parallel, ThreadsRoundAsTheirCaller) {
   EXPECT_EQ(modes_of_the_threads(), usual);
 }
 
+// A caller who hunts invalid operations (feenableexcept): what kernels compute on padding is none of his.
+TEST(Parallel, NoThreadTraps) {
+  constexpr unsigned kTraps = 0x1F80;  // masked where set
+  const unsigned before = _mm_getcsr();
+  _mm_setcsr(before & ~kTraps);
+  const std::vector<unsigned> modes = modes_of_the_threads();
+  const unsigned after = _mm_getcsr();
+  _mm_setcsr(before);
+  EXPECT_EQ(modes, std::vector<unsigned>(kThreads, (before | kTraps) & ~kFlags));
+  EXPECT_EQ(after & ~kFlags, before & ~kTraps & ~kFlags) << "the caller's are his again";
+}
+
 #ifdef _OPENMP
 TEST(DefaultNumThreads, IsTheTeamThatARegionWouldHave) {
   const int before = omp_get_max_threads(), levels = omp_get_max_active_levels();

@@ -89,6 +89,47 @@ TEST(Validate, InputGradientsOfUnlikeTypes) {
   EXPECT_NO_THROW(check(x, {buffer.data() + kTokens * kHidden / 2, kTokens, kTopK, kTopK}));
 }
 
+// Rows that no route has are nobody's: views may overlap there, and have strides of which nothing is made.
+TEST(Validate, SavedRowsBeyondTheRoutedOnes) {
+  constexpr index_t kRouted = 2;
+  std::vector<float> buffer(2 * kTokens * kHidden);
+  float* data = buffer.data();
+  const auto check_saved = [&](index_t routed, const amx_sft_moe::MatrixView<float>& gate,
+                               const amx_sft_moe::MatrixView<float>& up) {
+    const amx_sft_moe::SavedActivations<float> saved{gate, up, {}, {}, {}};
+    amx_sft_moe::validate::outputs_apart<float, float>({}, saved.first_rows(routed), tiny_config(), {}, {}, {},
+                                                       {});
+  };
+  const amx_sft_moe::MatrixView<float> gate{data, kTokens, kHidden, kHidden};
+  const amx_sft_moe::MatrixView<float> up{data + kRouted * kHidden, kTokens, kHidden, kHidden};
+  EXPECT_NO_THROW(check_saved(kRouted, gate, up));
+  expect_refused<ArgumentError>([&] { check_saved(kRouted + 1, gate, up); },
+                                {"saved.gate", "memory of its own", "saved.up has too"});
+  EXPECT_NO_THROW(check_saved(0, gate, gate));
+  const amx_sft_moe::MatrixView<float> huge{data, index_t{1} << 40, kHidden, index_t{1} << 40};
+  EXPECT_NO_THROW(check_saved(0, huge, huge));
+}
+
+TEST(Validate, RoomThatNoAddressSpaceHas) {
+  amx_sft_moe::Config config = tiny_config();
+  amx_sft_moe::LoraWeights lora;
+  const float one = 1.0F;
+  const auto check_room = [&](index_t tokens) {
+    amx_sft_moe::validate::room_for_routes({tokens, {}, {}}, config, lora);
+  };
+  EXPECT_NO_THROW(check_room(std::numeric_limits<std::int32_t>::max()));
+  lora.up.a = {&one, 1, index_t{1} << 50, 1, 0, 0, 1};
+  EXPECT_NO_THROW(check_room(1));
+  EXPECT_THROW(check_room(2), std::bad_alloc);
+  EXPECT_NO_THROW(check_room(0)) << "no tokens, no rows";
+  config.top_k = 2;
+  EXPECT_THROW(check_room(1), std::bad_alloc);
+  lora.up.a = {};
+  config.hidden_size = (index_t{1} << 50) + 1;
+  config.top_k = 1;
+  EXPECT_THROW(check_room(1), std::bad_alloc);
+}
+
 // When the gradients of inputs are written, what the call brought has been read.
 TEST(Validate, InputGradientsWhereInputsLie) {
   std::vector<float> buffer(kTokens * kHidden);

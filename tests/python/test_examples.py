@@ -79,6 +79,23 @@ def test_hf_trainer_without_the_gpu_that_it_is_told(tmp_path):
     assert "--device cuda: expected a GPU that torch can use, got none" in done.stderr
 
 
+@pytest.mark.parametrize(
+    ("name", "option"),
+    [
+        ("plain_loop", "--steps"),
+        ("plain_loop", "--accumulation"),
+        ("resume", "--stop-after"),
+        ("accelerate_ddp", "--batch-size"),
+    ],
+)
+@pytest.mark.parametrize("number", [0, -1])
+def test_numbers_that_make_no_training(tmp_path, name, option, number):
+    command = [sys.executable, EXAMPLES / f"{name}.py", f"{option}={number}"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
+    assert done.returncode == 2
+    assert f"{option}: expected at least 1, got {number}" in done.stderr
+
+
 def test_hf_trainer(tmp_path):
     said = run(tmp_path, EXAMPLES / "hf_trainer.py", "--steps", 4, "--output", "adapter")
     before, after = numbers("held-out loss: # before, # after 4 steps", said)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from collections.abc import Callable
 from types import MethodType
 from typing import Any
@@ -16,6 +18,15 @@ from transformers.activations import ACT2FN
 from amx_sft_moe.integrations import gates
 from amx_sft_moe.integrations.adapters_in_use import NotUnderstoodError
 from amx_sft_moe.integrations.gates import Gate, gate_of
+
+
+class NothingKnown:
+    """Has no place for weak references."""
+
+    __slots__ = ()
+
+    def __call__(self, gate: Tensor) -> Tensor:
+        return torch.nn.functional.silu(gate)
 
 
 class Experts(nn.Module):
@@ -205,3 +216,30 @@ def test_modes_of_the_caller_do_not_matter() -> None:
     # Checkpointing counts what a block saves, and the second time nothing is probed.
     checkpoint(block, x, use_reentrant=False).sum().backward()
     assert torch.equal(x.grad, x.exp())
+
+
+@pytest.mark.parametrize("understood", [True, False])
+def test_what_is_known_of_a_module_keeps_it_from_nothing(understood: bool) -> None:
+    """Its gate leads back to it, and so do the frames of an exception."""
+    experts = Experts(by_act_fn, act_fn=nn.SiLU() if understood else nn.ReLU())
+    experts.act_fn.of = [experts]
+    for _ in range(2):
+        if understood:
+            gate_of(experts)
+        else:
+            with pytest.raises(NotUnderstoodError):
+                gate_of(experts)
+    gone = weakref.ref(experts)
+    del experts
+    gc.collect()
+    assert gone() is None
+
+
+def test_another_act_fn_is_another_gate() -> None:
+    experts = Experts(by_act_fn, act_fn=NothingKnown())
+    assert gate_of(experts).activation == "silu"
+    for act_fn, activation in ((nn.GELU(), "gelu"), (nn.SiLU(), "silu"), (torch.nn.functional.gelu, "gelu")):
+        del experts.act_fn  # no longer a child module, nor anything else
+        gc.collect()
+        experts.act_fn = act_fn
+        assert gate_of(experts).activation == activation

@@ -51,6 +51,19 @@ def is_by_rows(model: nn.Module) -> bool:
     return all(getattr(experts_of(model), name).stride(1) == 1 for name in NAMES)
 
 
+def test_inference_tensors(log: Callable[[], list[str]], calls: list[Tensor]) -> None:
+    """Of a model that is made, cast or copied in inference mode."""
+    inputs = token_batch()["input_ids"]
+    with torch.inference_mode():
+        models = [gpt_oss(implementation) for implementation in (OURS, "eager")]
+        assert experts_of(models[0]).down_proj.is_inference()
+        torch.testing.assert_close(models[0](inputs).logits, models[1](inputs).logits)
+        torch.testing.assert_close(copy.deepcopy(models[0])(inputs).logits, models[1](inputs).logits)
+    torch.testing.assert_close(logits(models[0]), logits(models[1]))
+    assert len(calls) == 3
+    assert len(log()) == 2
+
+
 def test_once_and_in_place(log: Callable[[], list[str]], calls: list[Tensor]) -> None:
     model, reference = gpt_oss(), gpt_oss("eager")
     experts = experts_of(model)

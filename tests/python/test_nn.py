@@ -97,6 +97,16 @@ def test_expanded_and_transposed_tensors() -> None:
     assert torch.equal(grad, expected)
 
 
+def test_gradients_with_the_negative_bit() -> None:
+    """Those that torch negates when they are read: within a graph nobody can resolve them."""
+    layer = make_layer(SIZES, dtype=torch.float32)
+    leaves = leaves_of(layer)
+    y = call(frozen(layer), layer, leaves)
+    expected = torch.autograd.grad(y, leaves.values(), -layer.grad_y, retain_graph=True)
+    found = torch.autograd.grad(y, leaves.values(), torch._neg_view(layer.grad_y))
+    assert all(map(torch.equal, found, expected))
+
+
 def test_factors_with_the_expert_last() -> None:
     """PEFT's layout of B; the copies on the way there and back change nothing, and the gradient needs no
     other."""

@@ -357,6 +357,33 @@ def test_permission() -> None:
         assert permission.startswith("denied: ")
 
 
+SMALL_SIGNAL_STACK = """
+import ctypes
+class Stack(ctypes.Structure):
+    _fields_ = [("sp", ctypes.c_void_p), ("flags", ctypes.c_int), ("size", ctypes.c_size_t)]
+memory = ctypes.create_string_buffer(8192)
+assert ctypes.CDLL(None).sigaltstack(ctypes.byref(Stack(ctypes.addressof(memory), 0, 8192)), None) == 0
+import amx_sft_moe
+found = amx_sft_moe.info()
+print(found["amx_permission"], found["instruction_sets"]["amx"], sep="|")
+"""
+
+
+# A process of its own: once granted, the permission stays.
+def test_permission_refused_for_a_small_signal_stack_says_so() -> None:
+    sets = amx_sft_moe.info()["instruction_sets"]
+    done = subprocess.run(
+        [sys.executable, "-c", SMALL_SIGNAL_STACK], capture_output=True, text=True, check=True
+    )
+    permission, amx = done.stdout.strip().split("|")
+    if sets["amx_emulated"] or not sets["amx_tile"]:
+        assert permission.startswith("not asked: ")
+        return
+    for said in (permission, amx):
+        assert "sigaltstack" in said
+        assert "No space left on device" in said
+
+
 # Findings and text.
 
 

@@ -5,8 +5,10 @@
 #include <sys/syscall.h>
 #include <unistd.h>
 
+#include <cerrno>
 #include <cstdint>
 #include <string>
+#include <system_error>
 
 #include "amx_sft_moe/core/config_macros.hpp"
 
@@ -22,9 +24,9 @@ struct CpuFeatures {
   bool avx2 = false;         // AVX2 and FMA, with the operating system saving ymm
   bool avx512 = false;       // AVX512 F, BW, DQ, VL, with the operating system saving zmm
   bool avx512_bf16 = false;  // VDPBF16PS
-  bool slow_dpbf16 =
-      false;  // VDPBF16PS runs at half the rate of fp32 FMA (Intel; measured 106 against 214 GFLOP/s a
-              // core on Emerald Rapids). AMD Zen 4 and 5 have twice the rate of FMA instead.
+  // VDPBF16PS runs at half the rate of fp32 FMA (Intel; measured 106 against 214 GFLOP/s a core on Emerald Rapids). AMD
+  // Zen 4 and 5 have twice the rate of FMA instead.
+  bool slow_dpbf16 = false;
   bool amx_tile = false;  // AMX-TILE, with the operating system saving tiles
   bool amx_bf16 = false;
   bool amx_int8 = false;
@@ -83,21 +85,29 @@ inline CpuFeatures cpu_features() {
 }
 
 // Linux gives tile state to a process on request only (arch_prctl ARCH_REQ_XCOMP_PERM). Asking again is
-// harmless and the answer holds for all threads of the process. Returns 0, or -1 and sets errno.
+// harmless and the answer holds for all threads of the process; from then on alternate signal stacks (sigaltstack) need
+// room for tiles, AT_MINSIGSTKSZ (some 12 KB), and with one that has less the request is refused, ENOSPC. Returns 0, or -1
+// and sets errno.
 inline long request_amx_permission() {
   constexpr long kRequestPermission = 0x1023;
   constexpr long kTileData = 18;
   return syscall(SYS_arch_prctl, kRequestPermission, kTileData);
 }
 
+// What request_amx_permission() was refused for.
+inline std::string amx_denial(int error) {
+  std::string why = std::generic_category().message(error) + " (arch_prctl ARCH_REQ_XCOMP_PERM)";
+  if (error == ENOSPC)
+    why += ": a thread's alternate signal stack (sigaltstack) is smaller than AT_MINSIGSTKSZ";
+  return why;
+}
+
 // Empty where AMX can be used; otherwise why not.
 inline std::string amx_refusal(const CpuFeatures& cpu) {
   if (!cpu.amx_tile || !cpu.amx_bf16) return "the CPU or the operating system reports no AMX-BF16";
   if (!cpu.avx512) return "AMX kernels need AVX512 (F, BW, DQ, VL) beside AMX";
-  if (!cpu.amx_emulated && request_amx_permission() != 0) {
-    return "the operating system refused the permission for AMX tile data (arch_prctl ARCH_REQ_XCOMP_PERM)";
-  }
-  return {};
+  if (cpu.amx_emulated || request_amx_permission() == 0) return {};
+  return "the operating system refused the permission for AMX tile data: " + amx_denial(errno);
 }
 
 }  // namespace arch

@@ -47,11 +47,12 @@ class AlignedBuffer {
   }
   ~AlignedBuffer() = default;
 
-  // Makes room for `size` elements; returns whether memory was allocated. Strong guarantee: on std::bad_alloc
-  // the buffer is as it was.
+  // Makes room for `size` elements; returns whether memory was allocated. Strong guarantee: on std::bad_alloc, which sizes
+  // below zero get too, products that have overflowed, the buffer is as it was.
   bool reserve(index_t size) {
+    if (size < 0 || size > std::numeric_limits<index_t>::max() / static_cast<index_t>(sizeof(T)))
+      throw std::bad_alloc();
     if (size <= capacity_) return false;
-    if (size > std::numeric_limits<index_t>::max() / static_cast<index_t>(sizeof(T))) throw std::bad_alloc();
     const auto bytes = static_cast<std::size_t>(size) * sizeof(T);
     const Free free{std::align_val_t{bytes < kHugePage ? kCacheLine : kHugePage}};
     data_ = {static_cast<T*>(::operator new(bytes, free.alignment)), free};

@@ -4,17 +4,27 @@
 // again.
 #ifndef AMX_SFT_MOE_NAMESPACE_BEGIN
 
+#if __cplusplus < 202002L
+#error "amx_sft_moe is C++20: compile with -std=c++20 or later"
+#endif
+#if !defined(__cpp_exceptions) || !defined(__cpp_rtti)
+#error \
+    "amx_sft_moe refuses wrong calls by exceptions and tells kernels' states by their types: no -fno-exceptions, no -fno-rtti"
+#endif
+
 #ifndef AMX_SFT_MOE_VERSION_STRING
 #define AMX_SFT_MOE_VERSION_STRING "0.1.0"
 #endif
 
-// The inline namespace says all that two translation units of one program could have unlike: major and minor of the
+// The inline namespace says what two translation units of one program could well have unlike: major and minor of the
 // version (core/errors.hpp checks that they are those of the string), and the switches that change inline bodies.
-// Units built with different ones never share a function body (an ODR violation without a diagnostic).
+// Units built with different ones never share a function body (an ODR violation without a diagnostic). Switches that no
+// macro tells, such as -ffp-contract, have to be the same for all units.
 //   AMX_SFT_MOE_NO_TIMER   compile the phase recorder and the NVTX ranges out
 //   AMX_SFT_MOE_NO_NVTX    compile the NVTX ranges out; also the case where the NVTX headers are not found
 //   _OPENMP                the compiler's own (-fopenmp): parallel/tasks.hpp has other bodies without it
-//   -mavx, -mfma, -ffast-math and what implies them: all bodies are other ones, with other roundings or for other CPUs
+//   -mavx, -mfma, -march=..., -ffast-math and its parts, and what implies them: all bodies are other ones, with other
+//                          roundings or for other CPUs
 #define AMX_SFT_MOE_ABI_VERSION v0_1
 #if defined(AMX_SFT_MOE_NO_TIMER)
 #define AMX_SFT_MOE_ABI_TIMER _no_timer
@@ -33,8 +43,18 @@
 #else
 #define AMX_SFT_MOE_ABI_THREADS _serial
 #endif
-#if defined(__AVX512F__)
+#if defined(__AVX512FP16__)
+#define AMX_SFT_MOE_ABI_CPU _avx512fp16
+#elif defined(__AVX512BF16__)
+#define AMX_SFT_MOE_ABI_CPU _avx512bf16
+#elif defined(__AVX512VL__) && defined(__AVX512BW__) && defined(__AVX512DQ__)
 #define AMX_SFT_MOE_ABI_CPU _avx512
+#elif defined(__AVX512F__)
+#define AMX_SFT_MOE_ABI_CPU _avx512f
+#elif defined(__AVX2__) && defined(__FMA__)
+#define AMX_SFT_MOE_ABI_CPU _avx2_fma
+#elif defined(__AVX2__)
+#define AMX_SFT_MOE_ABI_CPU _avx2
 #elif defined(__FMA__)
 #define AMX_SFT_MOE_ABI_CPU _fma
 #elif defined(__AVX__)
@@ -44,14 +64,21 @@
 #endif
 #if defined(__FAST_MATH__)
 #define AMX_SFT_MOE_ABI_MATH _fast_math
+#elif defined(__ASSOCIATIVE_MATH__) || defined(__RECIPROCAL_MATH__)  // GCC's
+#define AMX_SFT_MOE_ABI_MATH _unsafe_math
 #else
 #define AMX_SFT_MOE_ABI_MATH
 #endif
-#define AMX_SFT_MOE_JOIN_(a, b, c, d, e, f) a##b##c##d##e##f
-#define AMX_SFT_MOE_JOIN(a, b, c, d, e, f) AMX_SFT_MOE_JOIN_(a, b, c, d, e, f)
+#if defined(__FINITE_MATH_ONLY__) && __FINITE_MATH_ONLY__
+#define AMX_SFT_MOE_ABI_FINITE _finite_math
+#else
+#define AMX_SFT_MOE_ABI_FINITE
+#endif
+#define AMX_SFT_MOE_JOIN_(a, b, c, d, e, f, g) a##b##c##d##e##f##g
+#define AMX_SFT_MOE_JOIN(a, b, c, d, e, f, g) AMX_SFT_MOE_JOIN_(a, b, c, d, e, f, g)
 #define AMX_SFT_MOE_ABI                                                                  \
   AMX_SFT_MOE_JOIN(AMX_SFT_MOE_ABI_VERSION, AMX_SFT_MOE_ABI_TIMER, AMX_SFT_MOE_ABI_NVTX, \
-                   AMX_SFT_MOE_ABI_THREADS, AMX_SFT_MOE_ABI_CPU, AMX_SFT_MOE_ABI_MATH)
+                   AMX_SFT_MOE_ABI_THREADS, AMX_SFT_MOE_ABI_CPU, AMX_SFT_MOE_ABI_MATH, AMX_SFT_MOE_ABI_FINITE)
 #define AMX_SFT_MOE_TEXT_(name) #name
 #define AMX_SFT_MOE_TEXT(name) AMX_SFT_MOE_TEXT_(name)
 

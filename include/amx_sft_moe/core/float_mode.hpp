@@ -1,5 +1,7 @@
-// How a thread rounds and whether it flushes denormals to zero: the control bits of MXCSR. A thread of a pool keeps
+// How a thread rounds and whether it flushes denormals to zero: control bits of MXCSR. A thread of a pool keeps
 // what it had when the pool was made, whatever the caller has set since (torch.set_flush_denormal, -ffast-math).
+// Exceptions never trap (feenableexcept), on the caller's thread neither: kernels compute on padding too, which may hold
+// anything, and drop what comes of it.
 #pragma once
 
 #include <xmmintrin.h>
@@ -31,8 +33,9 @@ class FloatMode {
 
  private:
   static constexpr unsigned kControl = ~0x3FU;  // without the flags that operations leave behind
+  static constexpr unsigned kNoTraps = 0x1F80U;
 
-  explicit FloatMode(unsigned mxcsr) : control_(mxcsr & kControl) {}
+  explicit FloatMode(unsigned mxcsr) : control_((mxcsr & kControl) | kNoTraps) {}
 
   unsigned control_;
 };

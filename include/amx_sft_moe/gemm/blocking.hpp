@@ -100,7 +100,8 @@ struct Blocking {
   template <class Kernel>
   index_t nt_rows(index_t tokens, index_t out, const Load& load) const {
     const index_t kept = FewRowsInPlace<Kernel> ? 2 * tokens : 0;
-    return shared(kMaxOutRows<Kernel>, kOutRows<Kernel>, {kept, tokens, out}, load);
+    return task_width(kMaxOutRows<Kernel>, kOutRows<Kernel>, {.kept = kept, .tokens = tokens, .cols = out},
+                      load);
   }
   // Columns of a task of gemm_nn over k steps, [rows, cols] of an expert: what of B, packed, stays in L2; or, where B is
   // used at once or packed in parts, what of C does, unless each of its columns is finished before the next; of
@@ -112,7 +113,9 @@ struct Blocking {
     const index_t most = most_nn_cols<Kernel>(k, rows, cols);
     // What few rows wait for is the weights: experts take as long as one another, whatever tokens they have.
     const bool alike = few_rows<Kernel>(rows);
-    return shared(most, kMaxCols, {kept, alike ? load.rows / load.experts : rows, cols, alike}, load);
+    return task_width(
+        most, kMaxCols,
+        {.kept = kept, .tokens = alike ? load.rows / load.experts : rows, .cols = cols, .alike = alike}, load);
   }
   // Columns of a task of gemm_tn with LoRA's factors, B [tokens, cols]: what of a chunk of B stays in L2 while the factors
   // meet it, packed together by kernels of tiles, and in grad_Ad made by the task itself.
@@ -121,7 +124,7 @@ struct Blocking {
     const index_t chunk = std::min(tokens, kGradTokens);
     const bool narrow = !MultipliesStrips<Kernel> && (!AddsToC<Kernel> || tokens > kTokensPerTask);
     if (narrow) return resident_cols<Kernel>(chunk);
-    return shared(kMaxStripCols, kMaxCols, {chunk, tokens, cols}, load);
+    return task_width(kMaxStripCols, kMaxCols, {.kept = chunk, .tokens = tokens, .cols = cols}, load);
   }
   // Columns of the tasks of base weights' gradients, [rows, cols] of each expert, from so many tokens: as wide as what is
   // packed of these stays in L2, and each thread has tasks to choose from.
@@ -209,7 +212,7 @@ struct Blocking {
   }
   // Columns of a task: `most`, halved until what it keeps stays in L2 and the tasks are enough, or down to about `least`; less
   // for experts that would keep the other threads waiting.
-  index_t shared(index_t most, index_t least, const Product& of, const Load& load) const {
+  index_t task_width(index_t most, index_t least, const Product& of, const Load& load) const {
     const auto fits = [&](index_t wide) {
       return of.kept * wide * index_t{sizeof(float)} <= panel_bytes && enough(wide, of, load);
     };

@@ -19,7 +19,7 @@ class Buffer {
   template <class T>
   T* as(index_t count) {
     constexpr index_t kSize = sizeof(T);
-    if (count > std::numeric_limits<index_t>::max() / kSize) throw std::bad_alloc();
+    if (count < 0 || count > std::numeric_limits<index_t>::max() / kSize) throw std::bad_alloc();
     bytes_.reserve(count * kSize);
     return reinterpret_cast<T*>(bytes_.data());
   }

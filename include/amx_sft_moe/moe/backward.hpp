@@ -29,10 +29,7 @@ template <class Kernel>
 void backward_scatter(Step<Kernel>& step, const BackwardRows<Kernel>& rows, const AnyConstMatrix& grad_y) {
   using Stored = typename Kernel::Stored;
   Workspace& work = step.work;
-  work.tasks.clear();
-  for (const ExpertRows& expert : work.routing.active()) {
-    add_tasks(work.tasks, 0, expert, gemm::Blocking::kRowChunk, 1, 1);
-  }
+  set_row_tasks(step);
   run_region(step, PhaseGroup::kBackwardDown, [&](Worker<Kernel>& worker, const Task& task) {
     const ExpertRows& expert = *task.expert;
     const MatrixView<Stored> p = rows_of(rows.p, expert, task.row);
@@ -142,7 +139,7 @@ inline void clear_idle(const AnyExpertTensor& grad, index_t expert) {
 template <class Kernel>
 void add_gradient_tasks(Step<Kernel>& step, int kind, const ExpertRows& expert, index_t cols) {
   const index_t col_step = step.blocking.template tn_cols<Kernel>(expert.rows, cols, step.load());
-  add_tasks(step.work.tasks, kind, expert, expert.rows, cols, col_step);
+  add_tasks(step.work.tasks, kind, expert, {expert.rows, cols, expert.rows, col_step});
 }
 
 // gemm_nn over k steps, [rows, cols] of an expert cut into tasks.
@@ -150,7 +147,7 @@ template <class Kernel>
 void add_product_tasks(Step<Kernel>& step, int kind, const ExpertRows& expert, index_t k, index_t cols) {
   const index_t rows = gemm::Blocking::nn_tokens<Kernel>(expert.rows);
   const index_t col_step = step.blocking.template nn_cols<Kernel>(k, rows, cols, step.load());
-  add_tasks(step.work.tasks, kind, expert, rows, cols, col_step);
+  add_tasks(step.work.tasks, kind, expert, {expert.rows, cols, rows, col_step});
 }
 
 template <class Kernel>
@@ -176,7 +173,7 @@ template <class Kernel>
 void backward_down(Step<Kernel>& step, const BackwardRows<Kernel>& rows, const Gradients& grads) {
   add_down_tasks(step, grads);
   run_region(step, PhaseGroup::kBackwardDown, [&](Worker<Kernel>& worker, const Task& task) {
-    switch (task.kind) {
+    switch (static_cast<DownTask>(task.kind)) {
       case kDownGemm:
         worker.time(Phase::kD3Gemm, [&] { backward_down_gemm(step, rows, worker, task); });
         break;
@@ -196,12 +193,13 @@ void backward_down(Step<Kernel>& step, const BackwardRows<Kernel>& rows, const G
       case kDownWeightIdle:
         worker.time(Phase::kD5WeightGrad, [&] { clear_idle(grads.weights.down, task.idle_expert); });
         break;
-      default:
+      case kDownIdle:
         worker.time(Phase::kD4LoraGrad, [&] {
           clear_idle(grads.lora.down_a, task.idle_expert);
           clear_idle(grads.lora.down_b, task.idle_expert);
           clear_bias_gradient(grads.biases.down, task.idle_expert);
         });
+        break;
     }
   });
 }
@@ -209,10 +207,7 @@ void backward_down(Step<Kernel>& step, const BackwardRows<Kernel>& rows, const G
 template <class Kernel>
 void backward_activation(Step<Kernel>& step, const BackwardRows<Kernel>& rows) {
   Workspace& work = step.work;
-  work.tasks.clear();
-  for (const ExpertRows& expert : work.routing.active()) {
-    add_tasks(work.tasks, 0, expert, gemm::Blocking::kRowChunk, 1, 1);
-  }
+  set_row_tasks(step);
   run_region(step, PhaseGroup::kBackwardActivation, [&](Worker<Kernel>& worker, const Task& task) {
     const ExpertRows& expert = *task.expert;
     const index_t first = expert.row_begin + task.row;
@@ -329,7 +324,7 @@ void backward_gate_up(Step<Kernel>& step, const BackwardRows<Kernel>& rows, cons
                       const Gradients& grads) {
   add_gate_up_tasks(step, grads);
   run_region(step, PhaseGroup::kBackwardGateUp, [&](Worker<Kernel>& worker, const Task& task) {
-    switch (task.kind) {
+    switch (static_cast<GateUpTask>(task.kind)) {
       case kBasePass:
         worker.time(Phase::kGuBasePass, [&] { backward_base_pass(step, rows, worker, task); });
         break;
@@ -364,7 +359,7 @@ void backward_gate_up(Step<Kernel>& step, const BackwardRows<Kernel>& rows, cons
       case kUpWeightIdle:
         worker.time(Phase::kGuWeightGradUp, [&] { clear_idle(grads.weights.up, task.idle_expert); });
         break;
-      default:
+      case kGateUpIdle:
         worker.time(Phase::kGuLoraGate, [&] {
           clear_idle(grads.lora.gate_a, task.idle_expert);
           clear_idle(grads.lora.gate_b, task.idle_expert);
@@ -375,6 +370,7 @@ void backward_gate_up(Step<Kernel>& step, const BackwardRows<Kernel>& rows, cons
           clear_idle(grads.lora.up_b, task.idle_expert);
           clear_bias_gradient(grads.biases.up, task.idle_expert);
         });
+        break;
     }
   });
 }

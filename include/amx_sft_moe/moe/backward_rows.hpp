@@ -1,6 +1,7 @@
 // What the phases of a backward pass hand on: matrices over routed rows, in the workspace.
 #pragma once
 
+#include "amx_sft_moe/moe/gradients.hpp"
 #include "amx_sft_moe/moe/step.hpp"
 
 AMX_SFT_MOE_NAMESPACE_BEGIN
@@ -16,10 +17,10 @@ struct BackwardRows {
   MatrixView<Stored> grad_gate;     // [S, I]
   MatrixView<Stored> grad_up;       // [S, I]
   MatrixView<Stored> v_gate, v_up;  // [S, r]
-  MatrixView<float> grad_x;         // [S, H]
+  MatrixView<float> grad_x;         // [S, H]; none where nobody wants it
   float* weight_grad;               // [S]: <p, bias> until the activation's phase completes it
 
-  explicit BackwardRows(Step<Kernel>& step) {
+  BackwardRows(Step<Kernel>& step, const Gradients& grads) {
     Workspace& work = step.work;
     const index_t rows = work.routing.routed_rows();
     p = row_matrix<Stored>(work.p_rows, rows, step.hidden);
@@ -30,7 +31,7 @@ struct BackwardRows {
     grad_up = row_matrix<Stored>(work.grad_up, rows, step.intermediate);
     v_gate = row_matrix<Stored>(work.v_gate, rows, step.lora.gate.rank());
     v_up = row_matrix<Stored>(work.v_up, rows, step.lora.up.rank());
-    grad_x = row_matrix<float>(work.out_rows, rows, step.hidden);
+    if (!grads.x.empty()) grad_x = row_matrix<float>(work.out_rows, rows, step.hidden);
     weight_grad = work.row_weight_grad.as<float>(rows);
   }
 };

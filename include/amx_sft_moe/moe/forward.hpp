@@ -9,41 +9,32 @@
 #pragma once
 
 #include "amx_sft_moe/moe/bias.hpp"
-#include "amx_sft_moe/moe/step.hpp"
+#include "amx_sft_moe/moe/forward_rows.hpp"
 
 AMX_SFT_MOE_NAMESPACE_BEGIN
 namespace moe {
 
 // x [T, H] of any dtype.
 template <class Kernel>
-void forward_gather(Step<Kernel>& step, const AnyConstMatrix& x) {
-  using E = typename Kernel::Compute;
+void forward_gather(Step<Kernel>& step, const ForwardRows<Kernel>& operands, const AnyConstMatrix& x) {
   Workspace& work = step.work;
-  const index_t padded_rows = work.routing.panels() * arch::kPanelCols;
-  E* x_operand = work.x_operand.as<E>(padded_rows * gemm::token_stride<Kernel>(step.hidden));
-  E* u_gate = work.u_gate_operand.as<E>(padded_rows * gemm::token_stride<Kernel>(step.lora.gate.rank()));
-  E* u_up = work.u_up_operand.as<E>(padded_rows * gemm::token_stride<Kernel>(step.lora.up.rank()));
-
-  work.tasks.clear();
-  for (const ExpertRows& expert : work.routing.active()) {
-    add_tasks(work.tasks, 0, expert, gemm::Blocking::kRowChunk, 1, 1);
-  }
+  set_row_tasks(step);
   run_region(step, PhaseGroup::kForwardGather, [&](Worker<Kernel>& worker, const Task& task) {
     const ExpertRows& expert = *task.expert;
-    const auto packed = operand_of<Kernel>(x_operand, step.hidden, expert, task.row);
+    const auto packed = operands.x.of(expert, task.row);
     worker.time(Phase::kGather, [&] {
       const auto rows = gemm::AnyRows(x).gathered(work.routing.token_of_row() + expert.row_begin + task.row);
       gemm::pack_operand<Kernel>(rows, task.rows, step.hidden, step.form(expert), packed);
     });
     if (step.lora.gate.rank() + step.lora.up.rank() == 0) return;
     worker.time(Phase::kLoraAForward, [&] {
-      const auto target = [&](const LoraAdapter& adapter, E* buffer, const auto& saved) {
-        return lora::ProjectionTarget<Kernel>{adapter.scaling,
-                                              operand_of<Kernel>(buffer, adapter.rank(), expert, task.row),
+      const auto target = [&](const LoraAdapter& adapter, const auto& u, const auto& saved) {
+        return lora::ProjectionTarget<Kernel>{adapter.scaling, u.of(expert, task.row),
                                               rows_of(saved, expert, task.row)};
       };
       const std::array<lora::ProjectionTarget<Kernel>, 2> targets{
-          target(step.lora.gate, u_gate, step.saved.u_gate), target(step.lora.up, u_up, step.saved.u_up)};
+          target(step.lora.gate, operands.u_gate, step.saved.u_gate),
+          target(step.lora.up, operands.u_up, step.saved.u_up)};
       const auto project = [&](const LoraAdapter& adapter, std::size_t first, std::size_t count) {
         if (adapter.rank() == 0) return;
         lora::project<Kernel>(worker.gemm, adapter.a[expert.expert], task.rows, step.form(expert),
@@ -106,21 +97,14 @@ void add_weight_row_tasks(Step<Kernel>& step, const ExpertRows& expert, index_t 
                           std::int32_t* groups = nullptr) {
   const index_t tokens = step.blocking.template tokens_for<Kernel>(k, expert.rows);
   const index_t rows = step.blocking.template nt_rows<Kernel>(std::min(tokens, expert.rows), out, step.load());
-  add_tasks(step.work.tasks, 0, expert, tokens, out, rows, groups);
+  add_tasks(step.work.tasks, 0, expert, {expert.rows, out, tokens, rows}, groups);
 }
 
 template <class Kernel>
-void forward_gate_up(Step<Kernel>& step) {
+void forward_gate_up(Step<Kernel>& step, const ForwardRows<Kernel>& operands) {
   using E = typename Kernel::Compute;
   Workspace& work = step.work;
   const LoraWeights& lora = step.lora;
-  const index_t padded_rows = work.routing.panels() * arch::kPanelCols;
-  E* x_operand = work.x_operand.as<E>(0);
-  E* u_gate = work.u_gate_operand.as<E>(0);
-  E* u_up = work.u_up_operand.as<E>(0);
-  E* h_operand = work.h_operand.as<E>(padded_rows * gemm::token_stride<Kernel>(step.intermediate));
-  E* u_down = work.u_down_operand.as<E>(padded_rows * gemm::token_stride<Kernel>(lora.down.rank()));
-
   work.tasks.clear();
   std::int32_t groups = 0;
   for (const ExpertRows& expert : work.routing.active()) {
@@ -135,13 +119,13 @@ void forward_gate_up(Step<Kernel>& step) {
   run_region(step, PhaseGroup::kForwardGateUp, [&](Worker<Kernel>& worker, const Task& task) {
     const ExpertRows& expert = *task.expert;
     const index_t e = expert.expert;
-    const auto x = operand_of<Kernel>(x_operand, step.hidden, expert, task.row);
-    const auto h = operand_of<Kernel>(h_operand, step.intermediate, expert, task.row);
+    const auto x = operands.x.of(expert, task.row);
+    const auto h = operands.h.of(expert, task.row);
     worker.time(Phase::kGateUpGemm, [&] {
       const auto gate = adapted_terms<Kernel>(step.weights.gate[e], lora.gate, e, task.col, x,
-                                              operand_of<Kernel>(u_gate, lora.gate.rank(), expert, task.row));
+                                              operands.u_gate.of(expert, task.row));
       const auto up = adapted_terms<Kernel>(step.weights.up[e], lora.up, e, task.col, x,
-                                            operand_of<Kernel>(u_up, lora.up.rank(), expert, task.row));
+                                            operands.u_up.of(expert, task.row));
       const std::array<std::span<const gemm::Term<E>>, 2> outputs{{gate, up}};
       gemm::gemm_nt<Kernel>(worker.gemm, task.cols, task.rows, step.form(expert), outputs,
                             [&](const std::array<gemm::TokenBlock, 2>& blocks) {
@@ -152,7 +136,7 @@ void forward_gate_up(Step<Kernel>& step) {
     if (!unfinished[task.group].finish() || lora.down.rank() == 0) return;
     worker.time(Phase::kLoraADownForward, [&] {
       const std::array<lora::ProjectionTarget<Kernel>, 1> target{
-          {{lora.down.scaling, operand_of<Kernel>(u_down, lora.down.rank(), expert, task.row),
+          {{lora.down.scaling, operands.u_down.of(expert, task.row),
             rows_of(step.saved.u_down, expert, task.row),
             work.routing.weight_of_row() + expert.row_begin + task.row}}};
       lora::project<Kernel>(worker.gemm, lora.down.a[e], task.rows, step.form(expert), read_only(h), target);
@@ -161,12 +145,9 @@ void forward_gate_up(Step<Kernel>& step) {
 }
 
 template <class Kernel>
-void forward_down(Step<Kernel>& step) {
+void forward_down(Step<Kernel>& step, const ForwardRows<Kernel>& operands) {
   using E = typename Kernel::Compute;
   Workspace& work = step.work;
-  E* h_operand = work.h_operand.as<E>(0);
-  E* u_down = work.u_down_operand.as<E>(0);
-  const MatrixView<float> out = row_matrix<float>(work.out_rows, work.routing.routed_rows(), step.hidden);
   const bool past_caches = step.template past_caches<float>(step.hidden);
 
   work.tasks.clear();
@@ -179,11 +160,10 @@ void forward_down(Step<Kernel>& step) {
     worker.time(Phase::kDownGemm, [&] {
       const auto terms =
           adapted_terms<Kernel>(step.weights.down[e], step.lora.down, e, task.col,
-                                operand_of<Kernel>(h_operand, step.intermediate, expert, task.row),
-                                operand_of<Kernel>(u_down, step.lora.down.rank(), expert, task.row));
+                                operands.h.of(expert, task.row), operands.u_down.of(expert, task.row));
       const std::array<std::span<const gemm::Term<E>>, 1> outputs{{terms}};
       const float* weights = work.routing.weight_of_row() + expert.row_begin + task.row;
-      const MatrixView<float> rows = rows_of(out, expert, task.row);
+      const MatrixView<float> rows = rows_of(operands.out, expert, task.row);
       gemm::gemm_nt<Kernel>(worker.gemm, task.cols, task.rows, step.form(expert), outputs,
                             [&](const std::array<gemm::TokenBlock, 1>& blocks) {
                               const gemm::TokenBlock& d = blocks[0];
@@ -221,13 +201,11 @@ void sum_rows_of_tokens(Step<Kernel>& step, const Task& task, const MatrixView<f
 }
 
 template <class Kernel>
-void forward_sum_tokens(Step<Kernel>& step, const AnyMatrix& y) {
-  const MatrixView<float> rows =
-      row_matrix<float>(step.work.out_rows, step.work.routing.routed_rows(), step.hidden);
+void forward_sum_tokens(Step<Kernel>& step, const ForwardRows<Kernel>& rows, const AnyMatrix& y) {
   step.work.tasks.clear();
   add_token_tasks(step.work.tasks, step.tokens, step.threads);
   run_region(step, PhaseGroup::kForwardSum, [&](Worker<Kernel>& worker, const Task& task) {
-    worker.time(Phase::kSumTokens, [&] { sum_rows_of_tokens(step, task, rows, y); });
+    worker.time(Phase::kSumTokens, [&] { sum_rows_of_tokens(step, task, rows.out, y); });
   });
 }
 

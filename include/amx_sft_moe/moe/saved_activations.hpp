@@ -15,6 +15,13 @@ struct SavedActivations {
   MatrixView<T> u_gate;  // s x Ag^T [S, r_gate]; empty without an adapter
   MatrixView<T> u_up;    // s x Au^T [S, r_up]
   MatrixView<T> u_down;  // w s h Ad^T [S, r_down], w the row's routing weight
+
+  // The first `rows` of each, S of which are all that a pass uses.
+  SavedActivations first_rows(index_t rows) const {
+    SavedActivations first = *this;
+    for (MatrixView<T>* m : {&first.gate, &first.up, &first.u_gate, &first.u_up, &first.u_down}) m->rows = rows;
+    return first;
+  }
 };
 
 AMX_SFT_MOE_NAMESPACE_END

@@ -82,32 +82,37 @@ void run_region(Step<Kernel>& step, PhaseGroup group, Run&& run) {
   BACKWARD_TIMER_END(step.timer);
 }
 
-// Appends tasks of `kind` that cut [rows, cols] of `expert` into rectangles. Tasks of the same rows share a
-// group.
-inline void add_tasks(std::vector<Task>& tasks, int kind, const ExpertRows& expert, index_t row_step,
-                      index_t cols, index_t col_step, std::int32_t* groups = nullptr) {
-  for (index_t row = 0; row < expert.rows; row += row_step) {
-    for (index_t col = 0; col < cols; col += col_step) {
+// [rows, cols] in rectangles of up to [row_step, col_step].
+struct Rectangles {
+  index_t rows, cols, row_step, col_step;
+};
+
+// Appends tasks of `kind` for rectangles of something of `expert`'s. Tasks of the same rows share a group.
+inline void add_tasks(std::vector<Task>& tasks, int kind, const ExpertRows& expert, const Rectangles& of,
+                      std::int32_t* groups = nullptr) {
+  for (index_t row = 0; row < of.rows; row += of.row_step) {
+    for (index_t col = 0; col < of.cols; col += of.col_step) {
       Task task;
       task.kind = kind;
       task.group = groups == nullptr ? 0 : *groups;
       task.expert = &expert;
       task.row = row;
-      task.rows = std::min(row_step, expert.rows - row);
+      task.rows = std::min(of.row_step, of.rows - row);
       task.col = col;
-      task.cols = std::min(col_step, cols - col);
+      task.cols = std::min(of.col_step, of.cols - col);
       tasks.push_back(task);
     }
     if (groups != nullptr) ++*groups;
   }
 }
 
-// An expert's rows from `row` (a multiple of 16) on in a buffer that holds an operand of gemm_nt, K = k.
+// The tasks of a phase that goes over all routed rows, each as a whole.
 template <class Kernel>
-gemm::Panels<typename Kernel::Compute> operand_of(typename Kernel::Compute* buffer, index_t k,
-                                                  const ExpertRows& expert, index_t row) {
-  const index_t stride = gemm::token_stride<Kernel>(k) * arch::kPanelCols;
-  return {buffer + (expert.panel_begin + row / arch::kPanelCols) * stride, stride};
+void set_row_tasks(Step<Kernel>& step) {
+  step.work.tasks.clear();
+  for (const ExpertRows& expert : step.work.routing.active()) {
+    add_tasks(step.work.tasks, 0, expert, {expert.rows, 1, gemm::Blocking::kRowChunk, 1});
+  }
 }
 
 template <class E>

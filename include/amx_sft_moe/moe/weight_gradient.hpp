@@ -15,23 +15,12 @@
 AMX_SFT_MOE_NAMESPACE_BEGIN
 namespace moe {
 
-// Cuts the gradient [rows, cols] of an expert's weight into tasks; row and rows of a task are the gradient's.
+// Cuts the gradient [rows, cols] of an expert's weight into tasks.
 template <class Kernel>
 void add_weight_tasks(Step<Kernel>& step, int kind, const ExpertRows& expert, index_t rows, index_t cols) {
   const index_t tokens = std::min(expert.rows, gemm::Blocking::kGradTokens);
   const index_t col_step = step.blocking.template grad_cols<Kernel>(tokens, rows, cols, step.load());
-  for (index_t row = 0; row < rows; row += gemm::Blocking::kGradRowsPerTask) {
-    for (index_t col = 0; col < cols; col += col_step) {
-      Task task;
-      task.kind = kind;
-      task.expert = &expert;
-      task.row = row;
-      task.rows = std::min(gemm::Blocking::kGradRowsPerTask, rows - row);
-      task.col = col;
-      task.cols = std::min(col_step, cols - col);
-      step.work.tasks.push_back(task);
-    }
-  }
+  add_tasks(step.work.tasks, kind, expert, {rows, cols, gemm::Blocking::kGradRowsPerTask, col_step});
 }
 
 // Columns [col, col + cols) of h = act(g, u) for rows [row, row + rows) of an expert, made again: h was not kept.

@@ -16,13 +16,14 @@ AMX_SFT_MOE_NAMESPACE_BEGIN
 
 namespace moe {
 
-// One unit of work of a region: a rectangle of one expert's result. `kind` is the phase's own.
+// One unit of work of a region: a rectangle of one expert's result, or some tokens. `kind` is the phase's own.
 struct Task {
   std::int32_t kind = 0;
-  std::int32_t group = 0;  // of tasks that end together (Countdown)
-  const ExpertRows* expert = nullptr;
+  std::int32_t group = 0;              // of tasks that end together (Countdown)
+  const ExpertRows* expert = nullptr;  // null: of tokens, or of an idle expert's gradients
   index_t idle_expert = -1;
-  index_t row = 0, rows = 0;  // of the expert's rows; of a base weight's gradient where that is what it makes
+  index_t row = 0,
+          rows = 0;  // of the expert's rows, of a base weight's gradient where that is what it makes, or tokens
   index_t col = 0, cols = 0;  // of the output's columns
 };
 

@@ -9,7 +9,7 @@
 // label() and last_*() return is to be read between calls. Inside, OpenMP threads. Errors: ArgumentError, StateError,
 // KernelError, std::bad_alloc; the object stays usable and a refused call changes nothing. Results depend on inputs, kernel
 // and the caller's modes of rounding and of denormals (MXCSR), which the threads take over: the same bits for every number
-// of threads.
+// of threads. Floating-point exceptions do not trap inside, whatever the caller has enabled.
 #pragma once
 
 #include <algorithm>
@@ -108,7 +108,7 @@ class AMX_SFT_MOE {
                 const AnyConstMatrix& grad_y, const Gradients& grads) {
     const InUse own = own_use(), shared = workspace_use();
     validate::routing(routing, config_);
-    validate::matrix("x", x, routing.tokens, config_.hidden_size, true);
+    validate::matrix("x", x, routing.tokens, config_.hidden_size, validate::Columns::kAdjacent);
     run_backward(routing, x, saved, grad_y, grads);
   }
 
@@ -161,8 +161,9 @@ class AMX_SFT_MOE {
 
   void check_forward(const Routing& routing, const AnyConstMatrix& x, const AnyMatrix& y) const {
     validate::routing(routing, config_);
-    validate::matrix("x", x, routing.tokens, config_.hidden_size, true);
-    validate::matrix("y", y, routing.tokens, config_.hidden_size, true);
+    validate::matrix("x", x, routing.tokens, config_.hidden_size, validate::Columns::kAdjacent);
+    validate::matrix("y", y, routing.tokens, config_.hidden_size, validate::Columns::kAdjacent);
+    validate::room_for_routes(routing, config_, lora_);
   }
 
   // Sorts the routes, into the workspace only: a call can still be refused afterwards.
@@ -193,18 +194,19 @@ class AMX_SFT_MOE {
                    const SavedActivations<Stored>& saved, bool check_saved = false) {
     const std::int64_t begin_ns = now_ns();
     route(routing);
-    const index_t rows = workspace_->routing.routed_rows();
-    if (check_saved) validate::saved_activations(saved, rows, config_, lora_);
-    validate::outputs_apart(y, saved, config_, weights_, lora_, routing, x);
+    const index_t rows_routed = workspace_->routing.routed_rows();
+    if (check_saved) validate::saved_activations(saved, rows_routed, config_, lora_);
+    validate::outputs_apart(y, saved.first_rows(rows_routed), config_, weights_, lora_, routing, x);
     {
-      StepTimer timer(forward_record_, routing.tokens, rows, begin_ns, Phase::kRoute, observer_);
+      StepTimer timer(forward_record_, routing.tokens, rows_routed, begin_ns, Phase::kRoute, observer_);
       auto step = begin_step(routing, saved, timer);
       forward_record_.threads = step.threads;
       forward_record_.work = forward_work(forward_shape(step, routing, config_.num_experts, x, y));
-      moe::forward_gather(step, x);
-      moe::forward_gate_up(step);
-      moe::forward_down(step);
-      moe::forward_sum_tokens(step, y);
+      const moe::ForwardRows<Kernel> rows(step);
+      moe::forward_gather(step, rows, x);
+      moe::forward_gate_up(step, rows);
+      moe::forward_down(step, rows);
+      moe::forward_sum_tokens(step, rows, y);
       workspace_->level_threads();
     }
     timer_output_.write(forward_record_, label(StepKind::kForward));
@@ -212,20 +214,22 @@ class AMX_SFT_MOE {
 
   void run_backward(const Routing& routing, const AnyConstMatrix& x, const SavedActivations<Stored>& saved,
                     const AnyConstMatrix& grad_y, const Gradients& grads) {
-    validate::matrix("grad_y", grad_y, routing.tokens, config_.hidden_size, true);
+    validate::matrix("grad_y", grad_y, routing.tokens, config_.hidden_size, validate::Columns::kAdjacent);
     validate::gradients(grads, routing.tokens, config_, lora_, weights_.biases);
+    validate::room_for_routes(routing, config_, lora_);
     const std::int64_t begin_ns = now_ns();
     route(routing);
     const index_t rows_routed = workspace_->routing.routed_rows();
     validate::saved_activations(saved, rows_routed, config_, lora_);
-    validate::gradients_apart(grads, config_, weights_, lora_, routing, x, saved, grad_y);
+    validate::gradients_apart(grads, config_, weights_, lora_, routing, x, saved.first_rows(rows_routed),
+                              grad_y);
     {
       StepTimer timer(backward_record_, routing.tokens, rows_routed, begin_ns, Phase::kD1Scatter, observer_);
       auto step = begin_step(routing, saved, timer);
       backward_record_.threads = step.threads;
       backward_record_.work =
           backward_work(backward_shape(step, routing, config_.num_experts, x, grad_y, grads));
-      const moe::BackwardRows<Kernel> rows(step);
+      const moe::BackwardRows<Kernel> rows(step, grads);
       moe::backward_scatter(step, rows, grad_y);
       moe::backward_down(step, rows, grads);
       moe::backward_activation(step, rows);

@@ -1,8 +1,11 @@
 // The contract's checks. Each names the argument and both values, and runs before anything is changed.
 #pragma once
 
+#include <algorithm>
 #include <limits>
+#include <new>
 
+#include "amx_sft_moe/arch/operands.hpp"
 #include "amx_sft_moe/core/overlap.hpp"
 #include "amx_sft_moe/moe/base_weights.hpp"
 #include "amx_sft_moe/moe/gradients.hpp"
@@ -113,16 +116,19 @@ inline void lora_weights(const LoraWeights& lora, const Config& config) {
   adapter("lora.down", lora.down, config.num_experts, config.intermediate_size, config.hidden_size);
 }
 
+enum class Columns : std::uint8_t { kOfAnyStride, kAdjacent };
+
 // [rows, cols]; an output's rows must not overlap.
 template <bool Const>
 void matrix(std::string_view name, const BasicAnyMatrix<Const>& m, index_t rows, index_t cols,
-            bool adjacent_columns) {
+            Columns columns) {
+  const bool adjacent_columns = columns == Columns::kAdjacent;
   require_equal({name, ".rows"}, rows, m.rows());
   require_equal({name, ".cols"}, cols, m.cols());
   if (rows == 0) return;
   require_memory(name, !m.empty());
   if (adjacent_columns) require_equal({name, ".col_stride"}, index_t{1}, m.col_stride());
-  if (Const) {
+  if constexpr (Const) {
     require_at_least({name, ".row_stride"}, 0, m.row_stride());
   } else if (rows > 1 && adjacent_columns) {
     require_at_least({name, ".row_stride"}, cols, m.row_stride());
@@ -163,7 +169,16 @@ inline void routing(const Routing& routing, const Config& config) {
     addressable<2>("routing.expert_ids",
                    {{{routing.tokens, routing.expert_ids.row_stride()}, {config.top_k, 1}}});
   }
-  matrix("routing.weights", routing.weights, routing.tokens, config.top_k, false);
+  matrix("routing.weights", routing.weights, routing.tokens, config.top_k, Columns::kOfAnyStride);
+}
+
+// A pass keeps rows of all widths for each route, of up to a panel's columns each, in up to 8 bytes an element. Where these
+// would not fit in an address space nobody has the memory, and sizes would overflow before it is asked for.
+inline void room_for_routes(const Routing& routing, const Config& config, const LoraWeights& lora) {
+  constexpr index_t kMost = (index_t{1} << 57) / (arch::kPanelCols * 8);
+  const index_t widest = std::max(
+      {config.hidden_size, config.intermediate_size, lora.gate.rank(), lora.up.rank(), lora.down.rank()});
+  if (routing.tokens > 0 && widest > kMost / (routing.tokens * config.top_k)) throw std::bad_alloc();
 }
 
 template <class T>
@@ -213,9 +228,9 @@ inline void weight_gradient(std::string_view name, const AnyExpertTensor& grad, 
 
 inline void gradients(const Gradients& grads, index_t tokens, const Config& config, const LoraWeights& lora,
                       const ExpertBiases& biases) {
-  if (!grads.x.empty()) matrix("grads.x", grads.x, tokens, config.hidden_size, true);
+  if (!grads.x.empty()) matrix("grads.x", grads.x, tokens, config.hidden_size, Columns::kAdjacent);
   if (!grads.routing_weights.empty()) {
-    matrix("grads.routing_weights", grads.routing_weights, tokens, config.top_k, false);
+    matrix("grads.routing_weights", grads.routing_weights, tokens, config.top_k, Columns::kOfAnyStride);
     apart("grads.routing_weights", grads.routing_weights);
   }
   gradient("grads.lora.gate_a", grads.lora.gate_a, lora.gate.a);

@@ -21,7 +21,7 @@ AMX_SFT_MOE_NAMESPACE_BEGIN
 // by spaces and the end mark up to the limit, and whoever finds the file that large writes no more.
 //
 // The name may be a pipe's or a terminal's too (profile/pipe_writer.hpp): a step never waits for their reader to come,
-// and not for long for one that does not read.
+// and not for long for one that does not read, or for one who keeps the file's lock.
 class BoundedFile {
  public:
   BoundedFile() = default;
@@ -57,7 +57,8 @@ class BoundedFile {
     const int file = open_file();
     if (file < 0) return;
     const Open open{file};
-    const FileLock lock(file);  // where there are no locks, appending is atomic enough
+    const FileLock lock(file, holder_stopped_);
+    if (lock.refused()) return;
     struct stat status {};
     if (::fstat(file, &status) != 0) return;
     if (!S_ISREG(status.st_mode)) return pipe_.write(file, record);
@@ -109,6 +110,7 @@ class BoundedFile {
   std::int64_t limit_ = 0;
   std::string head_, end_;
   PipeWriter pipe_;
+  bool holder_stopped_ = false;
 };
 
 AMX_SFT_MOE_NAMESPACE_END

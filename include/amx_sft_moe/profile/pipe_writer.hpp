@@ -8,6 +8,7 @@
 #include <sys/stat.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <cerrno>
 #include <chrono>
 #include <cstddef>
@@ -48,20 +49,47 @@ class WriteSignalsHeldBack {
   sigset_t ours_, before_;
 };
 
-// The lock of an open file, among all who open it by name, in whatever thread or process.
+// The lock of an open file, among all who open it by name, in whatever thread or process. Who holds it is waited for, for
+// kPatience at most, as a slow reader may hold him up; one who has stopped costs that once: `holder_stopped`, the caller's,
+// is true then, and nobody is waited for until the lock has been free.
 class FileLock {
  public:
-  explicit FileLock(int file) : file_(file) {
-    while (::flock(file, LOCK_EX) != 0 && errno == EINTR) {
+  static constexpr std::chrono::milliseconds kPatience{2000};
+
+  FileLock(int file, bool& holder_stopped) : file_(file) {
+    const auto deadline = Clock::now() + (holder_stopped ? std::chrono::milliseconds(0) : kPatience);
+    for (timespec pause{0, kFirstPause}; is_taken(file);
+         pause.tv_nsec = std::min(2 * pause.tv_nsec, kLongestPause)) {
+      refused_ = Clock::now() >= deadline;
+      if (refused_) break;
+      ::nanosleep(&pause, nullptr);
     }
+    holder_stopped = refused_;
   }
   FileLock(const FileLock&) = delete;
   FileLock& operator=(const FileLock&) = delete;
   // Not left to close(): the child of a fork that came meanwhile has the file open too.
-  ~FileLock() { ::flock(file_, LOCK_UN); }
+  ~FileLock() {
+    if (!refused_) ::flock(file_, LOCK_UN);
+  }
+
+  // Somebody else has it still.
+  bool refused() const { return refused_; }
 
  private:
+  using Clock = std::chrono::steady_clock;
+  static constexpr long kFirstPause = 50'000, kLongestPause = 2'000'000;  // ns
+
+  // Where there are no locks nobody has one: appending is atomic enough.
+  static bool is_taken(int file) {
+    while (::flock(file, LOCK_EX | LOCK_NB) != 0) {
+      if (errno != EINTR) return errno == EWOULDBLOCK;
+    }
+    return false;
+  }
+
   int file_;
+  bool refused_ = false;
 };
 
 // A record is lost where the reader has left, and the rest of it where he takes nothing for kPatience: training goes on
@@ -121,14 +149,15 @@ class StandardError {
     const int pipe = is_pipe ? ::open("/proc/self/fd/2", O_WRONLY | O_CLOEXEC | O_NONBLOCK) : -1;
     if (pipe < 0) return writer_.write(STDERR_FILENO, record);
     {
-      const FileLock lock(pipe);
-      writer_.write(STDERR_FILENO, record);
+      const FileLock lock(pipe, holder_stopped_);
+      if (!lock.refused()) writer_.write(STDERR_FILENO, record);
     }
     ::close(pipe);
   }
 
  private:
   PipeWriter writer_;
+  bool holder_stopped_ = false;
 };
 
 AMX_SFT_MOE_NAMESPACE_END

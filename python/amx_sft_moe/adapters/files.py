@@ -148,7 +148,12 @@ def replaced_directory(directory: Path, drop: Iterable[str] | None = None) -> It
     directory = directory.resolve()
     if directory.exists() and not directory.is_dir():
         raise ArgumentError(f"directory: expected a directory, got the file {directory}")
-    directory.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        directory.parent.mkdir(parents=True, exist_ok=True)
+    except (FileExistsError, NotADirectoryError) as error:
+        raise ArgumentError(
+            f"directory: expected one that can be made, got {directory}, below a file"
+        ) from error
     inside = directory.is_dir() and _has_to_stay(directory)
     place = directory if inside else directory.parent
     work = Path(tempfile.mkdtemp(prefix=f"{directory.name}.partial-", dir=place))

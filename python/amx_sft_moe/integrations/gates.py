@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import product
+from types import MethodType
 from typing import Any
 
 import torch
@@ -47,7 +48,9 @@ class Gate:
 
 @dataclass(frozen=True)
 class _Known:
-    gate: Gate | NotUnderstoodError
+    """What was found of a module, which it must not keep alive: nothing here leads to one."""
+
+    gate: Gate | str  # or why there is none: an exception would have the module in its frames
     seen: tuple[Any, ...]
 
 
@@ -66,8 +69,8 @@ def gate_of(module: nn.Module) -> Gate:
     if known is None or known.seen != seen:
         known = _Known(_recognise(module), seen)
         _known[module] = known
-    if isinstance(known.gate, NotUnderstoodError):
-        raise known.gate
+    if isinstance(known.gate, str):
+        raise NotUnderstoodError(known.gate)
     return known.gate
 
 
@@ -78,18 +81,27 @@ def _what_decides(module: nn.Module) -> tuple[Any, ...]:
     return (
         # Not the type: torch's parametrizations make a new one whenever they come.
         getattr(type(module), "_apply_gate", None),
-        own.get("_apply_gate"),
-        act_fn,
+        _weakly(own.get("_apply_gate")),
+        _weakly(act_fn),
         tuple([value for value in own.values() if type(value) in (bool, int, float)]),
         tuple([value for value in of_act_fn.values() if type(value) in (bool, int, float, str)]),
     )
 
 
-def _recognise(module: nn.Module) -> Gate | NotUnderstoodError:
+def _weakly(code: Any) -> Any:
+    """Something that is equal for equal code as long as that is there, and not afterwards; or the code itself
+    where it knows no weak references."""
+    try:
+        return weakref.WeakMethod(code) if isinstance(code, MethodType) else weakref.ref(code)
+    except TypeError:
+        return code
+
+
+def _recognise(module: nn.Module) -> Gate | str:
     try:
         return _matching(module)
     except NotUnderstoodError as reason:
-        return reason
+        return str(reason)
 
 
 def _matching(module: nn.Module) -> Gate:

@@ -38,9 +38,16 @@ class Layout:
     biased: bool
 
 
+def _own_tensor(module: nn.Module, name: str) -> torch.Tensor | None:
+    """A parameter, or the plain tensor that FSDP has in its place while the module runs."""
+    parameter = module._parameters.get(name)
+    plain = module.__dict__.get(name)
+    return plain if parameter is None and isinstance(plain, torch.Tensor) else parameter
+
+
 def base_weight(module: nn.Module, name: str) -> torch.Tensor:
     """The parameter below whatever adapts it."""
-    weight: torch.Tensor | None = module._parameters.get(name)
+    weight = _own_tensor(module, name)
     if weight is None and (parametrizations := parametrizations_of(module, name)) is not None:
         weight = getattr(parametrizations, "original", None)
     if weight is None:
@@ -110,7 +117,7 @@ def _biases(module: nn.Module) -> tuple[torch.Tensor, torch.Tensor]:
     found = []
     for name in ("gate_up_proj_bias", "down_proj_bias"):
         # Only the plain parameter: a bias that something adapts is not what is stored.
-        bias = module._parameters.get(name)
+        bias = _own_tensor(module, name)
         if bias is None:
             raise NotUnderstoodError(f"expected a parameter {name}, got none")
         found.append(bias)
@@ -196,13 +203,14 @@ def lay_out_rows(kind: str, layout: Layout, weights: dict[str, torch.Tensor]) ->
 
 @torch.no_grad()
 def _turn_in_place(parameter: torch.Tensor) -> None:
-    weight = parameter.data
-    experts, rows, cols = weight.shape
-    memory = weight.view(experts, cols, rows)
-    turned = weight.new_empty(cols, rows)  # before the first expert is touched
-    for expert in range(experts):
-        memory[expert] = turned.copy_(weight[expert].t())
-    parameter.data = memory.transpose(1, 2)
+    with torch.inference_mode(parameter.is_inference()):  # such memory is written in this mode alone
+        weight = parameter.data
+        experts, rows, cols = weight.shape
+        memory = weight.view(experts, cols, rows)
+        turned = weight.new_empty(cols, rows)  # before the first expert is touched
+        for expert in range(experts):
+            memory[expert] = turned.copy_(weight[expert].t())
+        parameter.data = memory.transpose(1, 2)
 
 
 def _is_its_own(weight: torch.Tensor) -> bool:

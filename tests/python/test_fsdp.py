@@ -1,0 +1,55 @@
+"""FSDP of one process around layers whose experts run in the operator: gradients as with eager experts."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from torch import distributed
+from torch.distributed.fsdp import FullyShardedDataParallel
+from torch.distributed.fsdp.wrap import ModuleWrapPolicy
+
+from models import base_model, batch
+from reference import assert_close
+
+
+@pytest.fixture
+def one_process(tmp_path: Path) -> Iterator[None]:
+    store = distributed.FileStore(str(tmp_path / "store"), 1)
+    distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
+    yield
+    distributed.destroy_process_group()
+
+
+def gradients(
+    implementation: str, original_parameters: bool, reentrant: bool | None
+) -> dict[str, torch.Tensor]:
+    model = base_model(implementation).train()
+    if reentrant is not None:
+        model.gradient_checkpointing_enable({"use_reentrant": reentrant})
+        model.enable_input_require_grads()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of one process there is nothing to shard
+        sharded = FullyShardedDataParallel(
+            model,
+            device_id=torch.device("cpu"),
+            use_orig_params=original_parameters,
+            auto_wrap_policy=ModuleWrapPolicy({type(model.model.layers[0])}),
+        )
+    sharded(**batch(), use_cache=False).loss.backward()
+    return {name: p.grad.clone() for name, p in sharded.named_parameters() if p.grad is not None}
+
+
+@pytest.mark.parametrize("reentrant", [None, False, True])
+@pytest.mark.parametrize("original_parameters", [False, True])
+def test_gradients(
+    original_parameters: bool, reentrant: bool | None, one_process: None, calls: list[torch.Tensor]
+) -> None:
+    found = gradients("amx_sft_moe", original_parameters, reentrant)
+    assert len(calls) == (3 if reentrant is None else 6), "some layers ran elsewhere"
+    expected = gradients("eager", original_parameters, reentrant)
+    assert found
+    assert_close(found, expected, 1e-5)
