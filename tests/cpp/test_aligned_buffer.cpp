@@ -87,6 +87,7 @@ TEST(AlignedBuffer, RefusesSizesThatHaveOverflowed) {
   EXPECT_EQ(buffer.capacity(), 3);
   amx_sft_moe::gemm::Buffer untyped;
   EXPECT_THROW(untyped.as<float>(-1), std::bad_alloc);
+  EXPECT_THROW(untyped.as<float>(std::numeric_limits<index_t>::min()), std::bad_alloc);
   EXPECT_THROW(untyped.as<float>(std::numeric_limits<index_t>::max() / 4 + 1), std::bad_alloc);
   EXPECT_EQ(untyped.bytes(), 0);
 }

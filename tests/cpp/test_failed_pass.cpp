@@ -96,24 +96,6 @@ Outcomes fail_each_allocation(Layer& layer, StepKind kind, Grow&& grow) {
   return outcomes;
 }
 
-// A factor of strides 0 has as many ranks as its caller says.
-TEST(FailedPass, RanksThatNoMemoryHolds) {
-  Layer layer;
-  Moe moe = layer.make();
-  const float one = 1.0F;
-  for (const int bits : {46, 54}) {
-    const index_t rank = index_t{1} << bits;
-    LoraWeights lora;
-    lora.gate = {{&one, 1, rank, kHidden, 0, 0, 0}, {&one, 1, kIntermediate, rank, 0, 0, 0}, 1.0F};
-    moe.set_lora(lora);
-    EXPECT_THROW(layer.forward(moe, kMany), std::bad_alloc);
-    EXPECT_EQ(moe.saved_depth(), 0);
-    moe.set_lora({});
-    layer.forward(moe, kFew);
-    layer.backward(moe, kFew);
-  }
-}
-
 TEST(FailedPass, ForwardLeavesNoHalfRecord) {
   Layer layer;
   const Outcomes outcomes =

@@ -108,6 +108,13 @@ TEST(Validate, SavedRowsBeyondTheRoutedOnes) {
   EXPECT_NO_THROW(check_saved(0, gate, gate));
   const amx_sft_moe::MatrixView<float> huge{data, index_t{1} << 40, kHidden, index_t{1} << 40};
   EXPECT_NO_THROW(check_saved(0, huge, huge));
+  const amx_sft_moe::SavedActivations<float> first =
+      amx_sft_moe::SavedActivations<float>{gate, gate, gate, gate, gate}.first_rows(kRouted);
+  for (const auto& m : {first.gate, first.up, first.u_gate, first.u_up, first.u_down}) {
+    EXPECT_EQ(m.data, data);
+    EXPECT_EQ(m.rows, kRouted);
+    EXPECT_EQ(m.cols, kHidden);
+  }
 }
 
 TEST(Validate, RoomThatNoAddressSpaceHas) {

@@ -381,6 +381,12 @@ def test_factors_that_would_be_taken_for_others_are_refused() -> None:
             wrong()
 
 
+def test_sparse_inputs_are_refused_by_name() -> None:
+    layer = make_layer(SIZES, dtype=torch.float32)
+    with pytest.raises(ArgumentError, match=r"^x: .*strided.*sparse"):
+        sft_moe(frozen(layer), layer.x.to_sparse(), layer.expert_ids, layer.routing_weights)
+
+
 def test_weights_of_a_call_that_are_no_tensors() -> None:
     layer = make_layer(SIZES)
     experts = frozen(layer)

@@ -81,12 +81,7 @@ class FileLock {
   static constexpr long kFirstPause = 50'000, kLongestPause = 2'000'000;  // ns
 
   // Where there are no locks nobody has one: appending is atomic enough.
-  static bool is_taken(int file) {
-    while (::flock(file, LOCK_EX | LOCK_NB) != 0) {
-      if (errno != EINTR) return errno == EWOULDBLOCK;
-    }
-    return false;
-  }
+  static bool is_taken(int file) { return ::flock(file, LOCK_EX | LOCK_NB) != 0 && errno == EWOULDBLOCK; }
 
   int file_;
   bool refused_ = false;
