@@ -77,13 +77,15 @@ def results(experts: nn.Module, implementation: str) -> list[Tensor]:
     return [y.detach(), *torch.autograd.grad(y, (x, weights), torch.randn(y.shape, generator=random))]
 
 
-# Of transformers 5.23, whose counts the README tells: 64 files, of which these are left alone.
-_LEFT_ALONE = {"deepseek_v4", "glm5_next", "hy_v4", "inkling2", "muse_spark", "nemotron_h"}
-_COUNTED = transformers.__version__.startswith("5.23.")
+# Of transformers 5.24, whose counts the README tells: 67 files, of which these are left alone.
+_LEFT_ALONE = {
+    *("deepseek_v4", "glm5_next", "hy_v4", "hy_v4_vl", "inkling2", "inkling2_loop", "muse_spark", "nemotron_h"),
+}
+_COUNTED = transformers.__version__.startswith("5.24.")
 
 
 def test_there_are_some() -> None:
-    assert len(_FILES) == 64 if _COUNTED else len(_FILES) >= 40
+    assert len(_FILES) == 67 if _COUNTED else len(_FILES) >= 40
 
 
 @pytest.mark.parametrize("file", _FILES, ids=lambda file: file.parent.name)

@@ -60,6 +60,12 @@ def test_threads_are_those_of_the_environment(monkeypatch: pytest.MonkeyPatch) -
     assert parse(["--threads", "3"]).threads == 3
 
 
+def test_a_layer_with_sizes_of_its_own_has_no_model_s_name() -> None:
+    assert parse(["--shape", "small", "--experts", "8"]).name == "small"
+    for size in ("--hidden", "--intermediate", "--top-k"):
+        assert parse(["--shape", "small", size, "3"]).name == "custom"
+
+
 def test_options() -> None:
     options = parse(
         ["--shape=mixtral", "--experts=6", "--tokens=7", "--memory=2.5", "--no-machine", "--rank=0"]

@@ -226,6 +226,7 @@ class TestRefusals:
         ("options", "message"),
         [
             (["-r", "nothing"], "there is no report 'nothing'; there are configuration"),
+            (["-r", "nothing"], ", overlap"),
             (["-r", "overlap"], "needs --overlap A B"),
             (["--filter-name", "("], "error: --filter-name: '(' is not a regular expression"),
             (["--overlap", "(", "b"], "error: --overlap: '(' is not a regular expression"),

@@ -105,6 +105,8 @@ def parse(argv: Sequence[str]) -> Options:
     shape = SHAPES[name := given.pop("shape")]
     sizes = {key: given.pop(key) for key in ("experts", "hidden", "intermediate", "top_k") if key in given}
     shape = replace(shape, **sizes)
+    if sizes.keys() - {"experts"}:  # fewer experts are left out of a known layer; others make another one
+        name = "custom"
     if shape.top_k > shape.experts:
         command.error(f"--top-k: {shape.top_k} routes a token, but {shape.experts} experts")
     given.setdefault("threads", default_threads())

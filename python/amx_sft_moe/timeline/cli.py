@@ -211,7 +211,8 @@ def _reports(timeline: Timeline, options: argparse.Namespace) -> list[Report]:
         if name == "overlap" and name not in available:
             raise TimelineError("the report overlap needs --overlap A B")
         if name not in available:
-            raise TimelineError(f"there is no report {name!r}; there are {', '.join(available)}")
+            known = ", ".join([*available, *({"overlap"} - available.keys())])
+            raise TimelineError(f"there is no report {name!r}; there are {known}")
     if asked:
         return [available[name](timeline) for name in asked]
     made = (make(timeline) for name, make in available.items() if name not in ("nvtx_pushpop_trace", "gaps"))
