@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import os
 import shutil
 import signal
 from pathlib import Path
@@ -112,6 +113,18 @@ def test_a_file_is_no_directory(tmp_path: Path) -> None:
     with pytest.raises(ArgumentError, match="expected a directory, got the file"):
         save_per_expert(model, tmp_path / "precious")
     assert (tmp_path / "precious").read_text() == "words"
+
+
+def test_targets_that_cannot_be(tmp_path: Path) -> None:
+    source, _ = stock_adapter("qwen3")
+    (tmp_path / "file").write_text("words")
+    below = tmp_path / "file" / "adapter"
+    with pytest.raises(ArgumentError, match=f"expected one that can be made, got {below}, below a file"):
+        convert_adapter(source, below, "per-expert")
+    not_utf8 = Path(os.fsdecode(os.fsencode(tmp_path) + b"/\xff"))
+    with pytest.raises(ArgumentError, match="target: expected a path in UTF-8, got"):
+        convert_adapter(source, not_utf8, "per-expert")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["file"]
 
 
 def test_the_working_directory_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import weakref
 from collections.abc import Callable
@@ -216,6 +217,23 @@ def test_modes_of_the_caller_do_not_matter() -> None:
     # Checkpointing counts what a block saves, and the second time nothing is probed.
     checkpoint(block, x, use_reentrant=False).sum().backward()
     assert torch.equal(x.grad, x.exp())
+
+
+def test_a_gate_is_looked_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    looked: list[nn.Module] = []
+    recognise = gates._recognise
+    monkeypatch.setattr(gates, "_recognise", lambda module: looked.append(module) or recognise(module))
+
+    class OfTheClass(Experts):
+        def act_fn(self, gate: Tensor) -> Tensor:  # another bound method each time it is asked for
+            return F.silu(gate)
+
+    kinds = [Experts(by_act_fn, act_fn=act_fn) for act_fn in (nn.SiLU(), NothingKnown(), nn.ReLU())]
+    for experts in (*kinds, OfTheClass(by_act_fn)):
+        for _ in range(3):
+            with contextlib.suppress(NotUnderstoodError):
+                gate_of(experts)
+    assert len(looked) == 4
 
 
 @pytest.mark.parametrize("understood", [True, False])

@@ -38,6 +38,16 @@ def module(layer: Layer, **options: Any) -> SftMoeExperts:
     return made
 
 
+def test_another_default_device() -> None:
+    layer = make_layer(SIZES, dtype=torch.float32)
+    experts = module(layer)
+    x = layer.x.clone().requires_grad_()
+    with torch.device("meta"):
+        experts(x, layer.expert_ids, layer.routing_weights).backward(layer.grad_y)
+    assert x.grad.isfinite().all()
+    assert x.grad.any()
+
+
 @pytest.mark.parametrize("shared", [False, True])
 def test_module(shared: bool) -> None:
     layer = make_layer(SIZES, dtype=torch.float32)

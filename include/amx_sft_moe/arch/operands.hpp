@@ -81,8 +81,8 @@ struct Segment {
   const E* b = nullptr;  // panel p at b + p * panel_stride
   index_t panel_stride = 0;
   index_t k = 0;  // a multiple of the kernel's K unit; A and B hold zeros where data ended earlier
-  index_t rows_left =
-      0;  // of A where it lies, from this block's first to the last that will be read; 0: a copy
+  // Of A where it lies, from this block's first to the last that will be read; 0: a copy.
+  index_t rows_left = 0;
 
   // Steps [first, first + count) of K alone.
   Segment steps(index_t first, index_t count) const {

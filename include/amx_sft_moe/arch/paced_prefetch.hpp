@@ -13,8 +13,8 @@ namespace arch {
 // one after it, which may be larger or smaller. Hardware prefetchers do not see it coming: its rows lie on different
 // pages. Addresses are numbers: of what lies at `later` rows may be asked for that are not there.
 struct BytesAhead {
-  std::uintptr_t next =
-      0;  // of the strip that is next, all of it there; asked for into L1, or read. 0: there is none, nor rows
+  // Of the strip that is next, all of it there; asked for into L1, or read. 0: there is none, nor rows.
+  std::uintptr_t next = 0;
   std::uintptr_t later = 0;  // of one after it, into L2; 0: not asked for
   index_t stride = 0;
   index_t rows = 0;

@@ -22,8 +22,8 @@ struct Task {
   std::int32_t group = 0;              // of tasks that end together (Countdown)
   const ExpertRows* expert = nullptr;  // null: of tokens, or of an idle expert's gradients
   index_t idle_expert = -1;
-  index_t row = 0,
-          rows = 0;  // of the expert's rows, of a base weight's gradient where that is what it makes, or tokens
+  // Of the expert's rows, of a base weight's gradient where that is what it makes, or tokens.
+  index_t row = 0, rows = 0;
   index_t col = 0, cols = 0;  // of the output's columns
 };
 

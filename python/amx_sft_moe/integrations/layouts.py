@@ -38,16 +38,12 @@ class Layout:
     biased: bool
 
 
-def _own_tensor(module: nn.Module, name: str) -> torch.Tensor | None:
-    """A parameter, or the plain tensor that FSDP has in its place while the module runs."""
-    parameter = module._parameters.get(name)
-    plain = module.__dict__.get(name)
-    return plain if parameter is None and isinstance(plain, torch.Tensor) else parameter
-
-
 def base_weight(module: nn.Module, name: str) -> torch.Tensor:
-    """The parameter below whatever adapts it."""
-    weight = _own_tensor(module, name)
+    """The parameter below whatever adapts it, or the plain tensor that FSDP has in its place while the module
+    runs."""
+    weight: torch.Tensor | None = module._parameters.get(name)
+    if weight is None and isinstance(plain := module.__dict__.get(name), torch.Tensor):
+        weight = plain
     if weight is None and (parametrizations := parametrizations_of(module, name)) is not None:
         weight = getattr(parametrizations, "original", None)
     if weight is None:
@@ -117,7 +113,7 @@ def _biases(module: nn.Module) -> tuple[torch.Tensor, torch.Tensor]:
     found = []
     for name in ("gate_up_proj_bias", "down_proj_bias"):
         # Only the plain parameter: a bias that something adapts is not what is stored.
-        bias = _own_tensor(module, name)
+        bias = module._parameters.get(name)
         if bias is None:
             raise NotUnderstoodError(f"expected a parameter {name}, got none")
         found.append(bias)
