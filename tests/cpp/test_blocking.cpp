@@ -45,9 +45,25 @@ TEST(Blocking, FewExpertsOfFewRowsAreAlike) {
 TEST(Blocking, MoreRowsTakeWholeRowsThatAreShortOrHalves) {
   EXPECT_EQ(columns(33, 2880), 2880);
   EXPECT_EQ(columns(64, 3584), 3584);
-  EXPECT_EQ(columns(33, 3648), 1856);
-  EXPECT_EQ(columns(33, 4096), 2048);
+  EXPECT_EQ(columns(65, 3584), 3584);
+  EXPECT_EQ(columns(33, 4096), 4096);
+  EXPECT_EQ(columns(64, 4096), 4096);
+  EXPECT_EQ(columns(65, 4096), 2048) << "C takes more of L2";
+  EXPECT_EQ(columns(65, 3648), 1856);
   EXPECT_EQ(columns(33, 7168), 3584);
+}
+
+// Pieces of 2 KiB are what memory is slowest for: rather four tasks a thread than eight.
+TEST(Blocking, FewExpertsOfMoreRowsHaveFewWideTasks) {
+  const auto wide = [](index_t experts, int threads) {
+    return kBlocking.nn_cols<Kernel>(kK, 40, 4096, {experts, 40 * experts, threads});
+  };
+  EXPECT_EQ(wide(8, 2), 4096);
+  EXPECT_EQ(wide(7, 2), 2048);
+  EXPECT_EQ(wide(4, 2), 2048);
+  EXPECT_EQ(wide(8, 8), 1024);
+  const index_t busy = kBlocking.nn_cols<Kernel>(kK, 64, 4096, {8, 320, 2});
+  EXPECT_EQ(busy, 2048) << "none of more than its share";
 }
 
 TEST(Blocking, MoreRowsTakeEqualPartsOfLongRows) {
@@ -56,7 +72,9 @@ TEST(Blocking, MoreRowsTakeEqualPartsOfLongRows) {
   EXPECT_EQ(columns(33, 6144), 2048) << "a third, whole pages, and no half";
 }
 
-TEST(Blocking, SumsStayInHalfOfL2) {
+TEST(Blocking, SumsStayInFiveEighthsOfL2) {
+  EXPECT_EQ(columns(160, 2048), 2048);
+  EXPECT_EQ(columns(161, 2048), 1024);
   EXPECT_EQ(columns(128, 2880), 1440) << "half of a row";
   EXPECT_EQ(columns(256, 2880), 736) << "whole pairs of panels";
   EXPECT_EQ(columns(256, 2048), 1024);
@@ -84,6 +102,17 @@ TEST(Blocking, RowsOfWeightsInStreams) {
   EXPECT_EQ(rows(340, 2), 384);
   EXPECT_EQ(rows(352, 2), 192);
   EXPECT_EQ(rows(1, 400), 96) << "many threads";
+}
+
+// Tokens that share a task of gemm_nt; where 64 of them have no room in half of L2, K is cut instead.
+TEST(Blocking, TokensOfLongRows) {
+  const auto tokens = [](index_t k, index_t all) { return kBlocking.tokens_for<Kernel>(k, all); };
+  EXPECT_EQ(tokens(2048, 1024), 352);
+  EXPECT_EQ(tokens(7168, 128), 64);
+  EXPECT_EQ(tokens(arch::kLongK, 128), 64);
+  EXPECT_EQ(tokens(arch::kLongK + 1, 128), 128);
+  EXPECT_EQ(tokens(14336, 300), 320) << "all of them, whole panels";
+  EXPECT_EQ(tokens(14336, 1024), 352) << "as of short rows";
 }
 
 TEST(Blocking, WhatPassesTheCaches) {

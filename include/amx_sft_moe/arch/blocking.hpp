@@ -82,11 +82,12 @@ inline constexpr index_t kLongDot = 64;
 // Panels (pack_rows of each instruction set): rows asked for ahead. Rows of a weight are 4 to 28 KiB apart, which
 // hardware prefetchers do not follow. Eight is what served; it follows from nothing.
 inline constexpr index_t kPackRowsAhead = 8;
-// With AVX512, for AMX, four pairs of rows are packed side by side, far from one another, and nothing is asked for: hardware
-// follows the eight by itself, into the next page too where the row behind is not another one of them; and lines asked for take
-// the buffers that L2 answers through. Pieces of rows are 2 to 4 KiB then (benchmarks/LOG.md, "AMX, natively", "Pairs far
-// apart").
-inline constexpr index_t kPackPairsTogether = 4;
+// With AVX512, for AMX, eight pairs of rows, or four of what is left, are packed side by side, far from one another, and nothing
+// is asked for: hardware follows the sixteen by itself, into the next page too where the row behind is not another one of them;
+// and lines asked for take the buffers that L2 answers through. Pieces of rows are 2 to 8 KiB then (benchmarks/LOG.md, "AMX,
+// natively", "Pairs far apart", "Stores that miss L1").
+inline constexpr index_t kPackPairsTogether = 8;
+inline constexpr index_t kPackPairsOfFew = 4;
 // Of panels of gemm_nn, in bytes and at least in steps along K: less than half of the 2 MiB of L2 that every CPU with AMX
 // has. Fewer steps, and C passes through registers too often.
 inline constexpr index_t kPackedBytes = index_t{768} << 10;
@@ -102,6 +103,9 @@ constexpr index_t rows_of_stream(index_t n, index_t streams = kStreams) {
 }
 // Of x, up to which that is so in gemm_nt: half of the 2 MiB of L2 that every CPU with AMX has, and LoRA's u beside it.
 inline constexpr index_t kStreamedBytes = index_t{1088} << 10;
+// K from which x of 64 tokens is more than that. Fewer tokens would have weights pass too often, so K is cut there, in parts
+// whose x has room (benchmarks/LOG.md, "K in parts for long rows").
+inline constexpr index_t kLongK = 8192;
 // Elements of a row from which, where tokens take more than one block of tiles, memory is asked for the next tile of rows
 // while one is multiplied: a page of 4 KiB (benchmarks/LOG.md, "Next rows asked for").
 inline constexpr index_t kLongRow = 2048;

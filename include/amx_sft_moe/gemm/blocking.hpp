@@ -6,6 +6,7 @@
 #include <unistd.h>
 
 #include <algorithm>
+#include <cstdint>
 
 #include "amx_sft_moe/arch/blocking.hpp"
 #include "amx_sft_moe/gemm/tokens.hpp"
@@ -52,13 +53,17 @@ struct Blocking {
   static constexpr index_t kMaxStripCols = 2048;
   static constexpr index_t kMaxInPlaceCols = 8192;
   static constexpr index_t kManyRows = 64;
-  // Kernels of tiles take whole rows too: a piece of a row has memory fetch what is behind it for nothing. Of few rows of A up
-  // to kMaxInPlaceCols columns, in equal parts; of more, whose C takes more of L2, rows of no more than these, or halves, which
-  // two threads read at the same time, and equal parts of up to kMaxStripCols of longer ones and where these are whole
-  // (benchmarks/LOG.md, "Whole rows for tiles", "Halves of rows").
+  // Kernels of tiles take whole rows too: of pieces memory is slower, most of all while they are packed. Of few rows of A up
+  // to kMaxInPlaceCols columns, in equal parts; of up to kRowsOfWholeRows rows kWholeRowCols; of more, whose C takes more of L2,
+  // rows of no more than kMaxRowCols, or halves, which two threads read at the same time, and equal parts of up to
+  // kMaxStripCols of longer ones and where these are whole (benchmarks/LOG.md, "Whole rows for tiles", "Halves of rows",
+  // "Stores that miss L1").
   static constexpr index_t kMaxRowCols = 3584;
+  static constexpr index_t kWholeRowCols = 4096;
+  static constexpr index_t kRowsOfWholeRows = 64;
   static constexpr index_t kTasksPerThread = 8;
-  static constexpr index_t kFewTasksPerThread = 4;  // where tasks are alike, and threads end together
+  // Where tasks are alike, and threads end together, or where they would be pieces of rows that memory is slow for.
+  static constexpr index_t kFewTasksPerThread = 4;
   // Tokens of a task of gemm_nt with strips, of whose x only a block of K stays in L2 while a strip meets it: packing
   // strips, 9 % of the time at 64 tokens, is half of that. With tokens along the lanes the same, without packing: the more
   // tokens, the less memory is asked for. Of gemm_nn too where strips are made ahead.
@@ -111,11 +116,15 @@ struct Blocking {
     if constexpr (!MultipliesStrips<Kernel> && !AddsToC<Kernel>) return resident_cols<Kernel>(k);
     const index_t kept = MakesRowsAhead<Kernel> ? 0 : rows;
     const index_t most = most_nn_cols<Kernel>(k, rows, cols);
-    // What few rows wait for is the weights: experts take as long as one another, whatever tokens they have.
-    const bool alike = few_rows<Kernel>(rows);
-    return task_width(
-        most, kMaxCols,
-        {.kept = kept, .tokens = alike ? load.rows / load.experts : rows, .cols = cols, .alike = alike}, load);
+    // What few rows wait for is the weights: experts take as long as one another, whatever tokens they have. More rows have
+    // panels packed, from wide pieces if they can.
+    if (few_rows<Kernel>(rows)) {
+      return task_width(
+          most, kMaxCols,
+          {.kept = kept, .tokens = load.rows / load.experts, .cols = cols, .balance = Balance::kAlike}, load);
+    }
+    const Balance balance = AddsToC<Kernel> ? Balance::kWide : Balance::kMany;
+    return task_width(most, kMaxCols, {.kept = kept, .tokens = rows, .cols = cols, .balance = balance}, load);
   }
   // Columns of a task of gemm_tn with LoRA's factors, B [tokens, cols]: what of a chunk of B stays in L2 while the factors
   // meet it, packed together by kernels of tiles, and in grad_Ad made by the task itself.
@@ -146,7 +155,8 @@ struct Blocking {
   // L2 while the weights pass by.
   template <class Kernel>
   index_t tokens_for(index_t k, index_t tokens) const {
-    const index_t fit = MultipliesStrips<Kernel> ? kStripTokens : index_t{0};
+    index_t fit = MultipliesStrips<Kernel> ? kStripTokens : index_t{0};
+    if constexpr (FewRowsInPlace<Kernel>) fit = k > arch::kLongK ? kTokensPerTask : fit;  // K is cut instead
     return even_tokens(tokens, std::clamp(resident_cols<Kernel>(k), fit, kTokensPerTask));
   }
   // Tokens of each task of gemm_nn where an expert has `tokens`. Where strips are made ahead they are fewer:
@@ -188,33 +198,42 @@ struct Blocking {
     if (whole_rows<Kernel>(k, rows)) return kMaxInPlaceCols;
     if constexpr (AddsToC<Kernel>) {
       const bool few = few_rows<Kernel>(rows);
-      index_t parts = ceil_div(cols, few ? kMaxInPlaceCols : kMaxRowCols);
-      if (!few && (parts > 2 || cols % kMaxStripCols == 0)) parts = ceil_div(cols, kMaxStripCols);
+      const bool whole = !few && rows <= kRowsOfWholeRows && cols <= kWholeRowCols;
+      index_t parts = whole ? 1 : ceil_div(cols, few ? kMaxInPlaceCols : kMaxRowCols);
+      const bool equal = parts > 2 || cols % kMaxStripCols == 0;
+      if (!few && !whole && equal) parts = ceil_div(cols, kMaxStripCols);
       return round_up(ceil_div(cols, parts), arch::kStripCols);
     }
     return kMaxStripCols;
   }
 
-  // A product of an expert: rows of fp32 that a column of a task keeps, tokens, its columns in all, and whether tasks of all
-  // experts take as long as one another.
+  // What tasks are like: of unlike experts, so that each thread should have many to choose from; as long as one another; or
+  // better wide than many.
+  enum class Balance : std::uint8_t { kMany, kAlike, kWide };
+
+  // A product of an expert: rows of fp32 that a column of a task keeps, tokens, its columns in all.
   struct Product {
     index_t kept, tokens, cols;
-    bool alike = false;
+    Balance balance = Balance::kMany;
   };
   // Whether the tasks of that width are enough: each thread has some to choose from, none of them more than its share of all
   // tokens' products (experts have as many tokens as routing gives them); where they are alike, also if threads end together.
   static bool enough(index_t wide, const Product& of, const Load& load) {
-    const index_t threads = load.threads, tasks = kTasksPerThread * threads;
+    const index_t threads = load.threads;
+    const index_t few = kFewTasksPerThread * threads, many = kTasksPerThread * threads;
     const index_t count = load.experts * ceil_div(of.cols, wide);
-    if (of.alike && count >= kFewTasksPerThread * threads && 10 * round_up(count, threads) <= 11 * count)
+    if (of.balance == Balance::kAlike && count >= few && 10 * round_up(count, threads) <= 11 * count)
       return true;
+    const index_t tasks = of.balance == Balance::kWide ? few : many;
     return count >= tasks && of.tokens * std::min(wide, of.cols) * tasks <= load.rows * of.cols;
   }
   // Columns of a task: `most`, halved until what it keeps stays in L2 and the tasks are enough, or down to about `least`; less
   // for experts that would keep the other threads waiting.
   index_t task_width(index_t most, index_t least, const Product& of, const Load& load) const {
+    // Rather a quarter more of C than pieces of half the length.
+    const index_t room = of.balance == Balance::kWide ? panel_bytes + panel_bytes / 4 : panel_bytes;
     const auto fits = [&](index_t wide) {
-      return of.kept * wide * index_t{sizeof(float)} <= panel_bytes && enough(wide, of, load);
+      return of.kept * wide * index_t{sizeof(float)} <= room && enough(wide, of, load);
     };
     const auto half = [](index_t wide) { return round_up(wide / 2, kMinCols); };
     index_t wide = most;

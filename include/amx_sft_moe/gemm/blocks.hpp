@@ -29,6 +29,9 @@ struct Term {
   Panels<const E> b;
 };
 
+// Of one output, at most: each may have a staged tail of K.
+inline constexpr std::size_t kMaxTerms = arch::kMaxSegments / 2;
+
 // A block of C [rows, cols] at (row, col) of the whole, fp32, valid during the epilogue.
 struct Block {
   index_t row, rows;

@@ -86,25 +86,46 @@ class StreamedRows {
   StreamTile next_{};  // of no rows: there is none
 };
 
-// Whether x of all terms stays in L2 while tiles of rows meet it.
+// Whether tiles of rows meet tokens in streams: where x of all terms stays in L2 meanwhile, or that of parts of a long K.
 template <class Kernel>
 bool in_streams(index_t tokens, std::span<const Term<typename Kernel::Compute>> terms) {
   index_t k = 0;
   for (const auto& term : terms) k += term.k;
-  return k * tokens * index_t{sizeof(typename Kernel::Compute)} <= arch::kStreamedBytes;
+  return terms[0].k > arch::kLongK ||
+         k * tokens * index_t{sizeof(typename Kernel::Compute)} <= arch::kStreamedBytes;
 }
 
-// gemm_nt of few tokens in panels: C^T, as a whole.
-template <class Kernel, std::size_t Outputs, class Epilogue>
-void product_of_streams(ThreadContext<Kernel>& thread, index_t out, index_t tokens,
+// f(terms, whether they are the first) for parts of K, one or more, whose x of so many tokens stays in L2. Each output's first
+// term is cut, all of the same K; what is behind it, LoRA's, goes with its last part.
+template <class Kernel, std::size_t Outputs, class F>
+void for_each_part_of_k(index_t tokens,
                         const std::array<std::span<const Term<typename Kernel::Compute>>, Outputs>& outputs,
-                        Epilogue&& epilogue) {
+                        F&& f) {
+  using E = typename Kernel::Compute;
+  const index_t k = outputs[0][0].k;
+  const index_t parts = k > arch::kLongK ? ceil_div(k * tokens * index_t{sizeof(E)}, arch::kStreamedBytes) : 1;
+  const index_t depth = padded_k<Kernel>(ceil_div(k, parts));
+  for (index_t first = 0; first < k; first += depth) {
+    std::array<std::array<Term<E>, kMaxTerms>, Outputs> terms;
+    std::array<std::span<const Term<E>>, Outputs> part;
+    for (std::size_t o = 0; o < Outputs; ++o) {
+      const Term<E>& all = outputs[o][0];
+      const Panels<const E> b{all.b.data + first * arch::kPanelCols, all.b.panel_stride};
+      const auto behind = first + depth < k ? outputs[o].first(0) : outputs[o].subspan(1);
+      terms[o][0] = {all.a.from(0, first), std::min(depth, k - first), b};
+      std::copy(behind.begin(), behind.end(), terms[o].begin() + 1);
+      part[o] = {terms[o].data(), 1 + behind.size()};
+    }
+    f(part, first == 0);
+  }
+}
+
+// C^T of gemm_nt, tokens in panels, with output o's row i at row_of(o, i); added to what is there unless it is fresh.
+template <class Kernel, std::size_t Outputs, class RowOf>
+void multiply_streams(ThreadContext<Kernel>& thread, index_t out, index_t tokens,
+                      const std::array<std::span<const Term<typename Kernel::Compute>>, Outputs>& outputs,
+                      index_t stride, bool fresh, RowOf&& row_of) {
   using Micro = typename Kernel::Microkernel;
-  const index_t stride = round_up(tokens, arch::kPanelCols);
-  float* c = thread.scratch.c_blocks.template as<float>(out * stride * index_t{Outputs});
-  const auto row_of = [&](std::size_t o, index_t row) {
-    return c + (static_cast<index_t>(o) * out + row) * stride;
-  };
   StreamedRows<Kernel, Outputs> rows(thread.scratch, out, outputs);
   const index_t wide = Micro::even_cols(tokens), parts = ceil_div(tokens, wide);
   const bool ahead = parts > 1 && rows.are_long();
@@ -114,9 +135,24 @@ void product_of_streams(ThreadContext<Kernel>& thread, index_t out, index_t toke
       for (std::size_t o = 0; o < Outputs; ++o) {
         if (ahead) rows.ask_for(o, part * arch::kStreams / parts, (part + 1) * arch::kStreams / parts);
         rows.multiply(thread.session, o, tile.rows, std::min(wide, tokens - col),
-                      {row_of(o, tile.row) + col, stride * tile.apart, true});
+                      {row_of(o, tile.row) + col, stride * tile.apart, fresh});
       }
     }
+  });
+}
+
+// gemm_nt of few tokens in panels, or of a long K: C^T, as a whole.
+template <class Kernel, std::size_t Outputs, class Epilogue>
+void product_of_streams(ThreadContext<Kernel>& thread, index_t out, index_t tokens,
+                        const std::array<std::span<const Term<typename Kernel::Compute>>, Outputs>& outputs,
+                        Epilogue&& epilogue) {
+  const index_t stride = round_up(tokens, arch::kPanelCols);
+  float* c = thread.scratch.c_blocks.template as<float>(out * stride * index_t{Outputs});
+  const auto row_of = [&](std::size_t o, index_t row) {
+    return c + (static_cast<index_t>(o) * out + row) * stride;
+  };
+  for_each_part_of_k<Kernel>(tokens, outputs, [&](const auto& part, bool fresh) {
+    multiply_streams(thread, out, tokens, part, stride, fresh, row_of);
   });
   std::array<TokenBlock, Outputs> results;
   for (index_t row = 0; row < out; row += arch::kFinishedRows) {

@@ -88,20 +88,22 @@ AMX_SFT_MOE_TARGET_AVX512 inline void pack_step(const RowSource<S>& src, index_t
   }
 }
 
-// Pairs of rows of bf16, all of which are there, `distance` rows from one to the next: kPackPairsTogether side by side, 32
-// columns of each at a time.
+// Pairs of rows of bf16, all of which are there, `distance` rows from one to the next: so many side by side, 32 columns of each
+// at a time.
+template <index_t Pairs>
 AMX_SFT_MOE_TARGET_AVX512 inline void interleave_pairs(const RowSource<bf16>& src, index_t first,
                                                        index_t distance, index_t cols, bf16* out,
                                                        const PanelStep& step) {
-  const bf16* rows[2 * kPackPairsTogether];
-  for (index_t p = 0; p < kPackPairsTogether; ++p) {
+  constexpr std::size_t kRows = 2 * Pairs;
+  const bf16* rows[kRows];
+  for (index_t p = 0; p < Pairs; ++p) {
     rows[2 * p] = src.row(first + p * distance);
     rows[2 * p + 1] = src.row(first + p * distance + 1);
   }
   for (index_t c = 0; c < cols; c += 2 * kPanelCols, out += step.pair) {
     const index_t wide = cols - c < 2 * kPanelCols ? cols - c : 2 * kPanelCols;
     AMX_SFT_MOE_UNROLL
-    for (index_t p = 0; p < kPackPairsTogether; ++p) {
+    for (index_t p = 0; p < Pairs; ++p) {
       interleave_bf16(rows[2 * p] + c, rows[2 * p + 1] + c, wide, out + p * distance * kPanelCols, step);
     }
   }
@@ -119,20 +121,20 @@ AMX_SFT_MOE_TARGET_AVX512 inline void prefetch_rows(const RowSource<S>& src, ind
   }
 }
 
-// As many rows as are kPackPairsTogether pairs at a time; returns how many. Rows of whole pages follow one another: the page
-// behind such a row is another one of those at hand.
-AMX_SFT_MOE_TARGET_AVX512 inline index_t pack_pairs(const RowSource<bf16>& src, index_t k, index_t cols,
-                                                    bf16* panels, const PanelStep& step) {
-  constexpr index_t kTogether = 2 * kPackPairsTogether;
-  const index_t rows = k / kTogether * kTogether;
-  if (rows == 0) return 0;
+// The rows [first, k) as far as they are whole groups of so many pairs, which go together; returns the first that is left. Rows
+// of whole pages follow one another: the page behind such a row is another one of those at hand.
+template <index_t Pairs>
+AMX_SFT_MOE_TARGET_AVX512 inline index_t pack_pairs(const RowSource<bf16>& src, index_t first, index_t k,
+                                                    index_t cols, bf16* panels, const PanelStep& step) {
+  constexpr index_t kTogether = 2 * Pairs;
+  const index_t rows = (k - first) / kTogether * kTogether;
   const bool whole_pages = src.row_stride * static_cast<index_t>(sizeof(bf16)) % kPageBytes == 0;
-  const index_t distance = whole_pages ? 2 : rows / kPackPairsTogether;
-  const index_t end = whole_pages ? rows : distance;
-  for (index_t row = 0; row < end; row += whole_pages ? kTogether : 2) {
-    interleave_pairs(src, row, distance, cols, panels + row * kPanelCols, step);
+  const index_t distance = whole_pages ? 2 : rows / Pairs;
+  const index_t end = first + (whole_pages ? rows : distance);
+  for (index_t row = first; row < end; row += whole_pages ? kTogether : 2) {
+    interleave_pairs<Pairs>(src, row, distance, cols, panels + row * kPanelCols, step);
   }
-  return rows;
+  return first + rows;
 }
 
 // See PortableRows::pack_rows.
@@ -144,7 +146,10 @@ AMX_SFT_MOE_TARGET_AVX512 inline void pack_rows(const RowSource<S>& src, index_t
   const PanelStep step = PanelStep::of_stride(panel_stride);
   index_t kk = 0;
   if constexpr (std::is_same_v<E, bf16> && std::is_same_v<S, bf16>) {
-    if (scale == 1.0F) kk = pack_pairs(src, k, cols, panels, step);
+    if (scale == 1.0F) {
+      kk = pack_pairs<kPackPairsTogether>(src, 0, k, cols, panels, step);
+      kk = pack_pairs<kPackPairsOfFew>(src, kk, k, cols, panels, step);
+    }
   }
   E* out = panels + kk * kPanelCols;
   for (; kk < k_padded; kk += kGroup, out += kPanelCols * kGroup) {
