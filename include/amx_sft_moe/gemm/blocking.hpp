@@ -197,12 +197,13 @@ struct Blocking {
   static constexpr index_t most_nn_cols(index_t k, index_t rows, index_t cols) {
     if (whole_rows<Kernel>(k, rows)) return kMaxInPlaceCols;
     if constexpr (AddsToC<Kernel>) {
-      const bool few = few_rows<Kernel>(rows);
-      const bool whole = !few && rows <= kRowsOfWholeRows && cols <= kWholeRowCols;
-      index_t parts = whole ? 1 : ceil_div(cols, few ? kMaxInPlaceCols : kMaxRowCols);
-      const bool equal = parts > 2 || cols % kMaxStripCols == 0;
-      if (!few && !whole && equal) parts = ceil_div(cols, kMaxStripCols);
-      return round_up(ceil_div(cols, parts), arch::kStripCols);
+      const auto part = [&](index_t wide) {
+        return round_up(ceil_div(cols, ceil_div(cols, wide)), arch::kStripCols);
+      };
+      if (few_rows<Kernel>(rows)) return part(kMaxInPlaceCols);
+      if (rows <= kRowsOfWholeRows && cols <= kWholeRowCols) return part(kWholeRowCols);
+      const bool equal = cols > 2 * kMaxRowCols || cols % kMaxStripCols == 0;
+      return part(equal ? kMaxStripCols : kMaxRowCols);
     }
     return kMaxStripCols;
   }
