@@ -8,7 +8,8 @@
 #include <span>
 #include <vector>
 
-#include "amx_sft_moe/amx_sft_moe.hpp"
+#include "compare.hpp"
+#include "step.hpp"
 
 namespace {
 
@@ -123,6 +124,18 @@ TEST_F(LongK, PartsHaveTheBitsOfTheWhole) {
     EXPECT_EQ(0, std::memcmp(some.data() + o * kFew * kOuts, all.data() + (o * kTokens + 64) * kOuts,
                              kFew * kOuts * sizeof(float)))
         << "output " << o;
+  }
+}
+
+// In a pass: tasks have all tokens, of gate and up and of down.
+TEST_F(LongK, StepsAreRight) {
+  using sft_test::Case;
+  for (const Case& c :
+       {Case{"gate_up", 70, 1, 1, 8231, 35, {4, 4, 4}}, Case{"down", 70, 1, 1, 35, 8231, {4, 4, 4}}}) {
+    SCOPED_TRACE(c.name);
+    const sft_test::Problem problem =
+        sft_test::random_problem(c, sft_test::kPlain, sft_test::kWeightDType<Kernel>);
+    expect_close(expected_step(problem), sft_test::step_alone<Kernel>(problem));
   }
 }
 

@@ -148,9 +148,6 @@ inline constexpr std::array kCases = {
     // More of x, and of h, than tiles keep in L2 while they read weights in streams.
     Case{"rows_300_long_gate_up", 300, 1, 1, 1900, 35, {4, 4, 4}, kDistinct, false, kSilu, false},
     Case{"rows_300_long_down", 300, 1, 1, 35, 1900, {4, 4, 4}, kDistinct, false, kSilu, false},
-    // So long a K that tiles have it in parts.
-    Case{"rows_70_longest_gate_up", 70, 1, 1, 8231, 35, {4, 4, 4}, kDistinct, false, kSilu, false},
-    Case{"rows_70_longest_down", 70, 1, 1, 35, 8231, {4, 4, 4}, kDistinct, false, kSilu, false},
     // The last task of gemm_nt has 6 tokens, as few as an expert would have read in place.
     Case{"rows_4230", 4230, 1, 2, 16, 18, {3, 2, 4}, kOneExpert},
     // Gradients of the base weights: tails of every dimension, more rows than one sum takes, more rows and columns
