@@ -62,8 +62,9 @@ TEST(Blocking, FewExpertsOfMoreRowsHaveFewWideTasks) {
   EXPECT_EQ(wide(7, 2), 2048);
   EXPECT_EQ(wide(4, 2), 2048);
   EXPECT_EQ(wide(8, 8), 1024);
-  const index_t busy = kBlocking.nn_cols<Kernel>(kK, 64, 4096, {8, 320, 2});
-  EXPECT_EQ(busy, 2048) << "none of more than its share";
+  const auto busy = [](index_t all) { return kBlocking.nn_cols<Kernel>(kK, 64, 4096, {8, all, 2}); };
+  EXPECT_EQ(busy(256), 4096);
+  EXPECT_EQ(busy(255), 2048) << "more than half of a thread's share";
 }
 
 TEST(Blocking, MoreRowsTakeEqualPartsOfLongRows) {

@@ -218,14 +218,14 @@ struct Blocking {
     Balance balance = Balance::kMany;
   };
   // Whether the tasks of that width are enough: each thread has some to choose from, none of them more than its share of all
-  // tokens' products (experts have as many tokens as routing gives them); where they are alike, also if threads end together.
+  // tokens' products (experts have as many tokens as routing gives them); where they are alike, also if threads end together;
+  // of wide ones a few, if none is too much for a thread.
   static bool enough(index_t wide, const Product& of, const Load& load) {
-    const index_t threads = load.threads;
-    const index_t few = kFewTasksPerThread * threads, many = kTasksPerThread * threads;
+    const index_t threads = load.threads, tasks = kTasksPerThread * threads;
     const index_t count = load.experts * ceil_div(of.cols, wide);
-    if (of.balance == Balance::kAlike && count >= few && 10 * round_up(count, threads) <= 11 * count)
-      return true;
-    const index_t tasks = of.balance == Balance::kWide ? few : many;
+    const bool few = count >= kFewTasksPerThread * threads;
+    if (of.balance == Balance::kWide) return few;
+    if (of.balance == Balance::kAlike && few && 10 * round_up(count, threads) <= 11 * count) return true;
     return count >= tasks && of.tokens * std::min(wide, of.cols) * tasks <= load.rows * of.cols;
   }
   // Columns of a task: `most`, halved until what it keeps stays in L2 and the tasks are enough, or down to about `least`; less
