@@ -351,6 +351,13 @@ TEST_F(InStreams, AndWithManyTokens) {
   }
 }
 
+// A sum of nothing, where there was something else.
+TEST_F(InStreams, WithoutTermsResultsAreZero) {
+  product(77, 0, 20, 20);
+  const std::vector<float> y = product(0, 0, 20, 20);
+  EXPECT_EQ(std::vector<float>(y.size(), 0.0F), y);
+}
+
 TEST_F(InStreams, OfTwoOutputsEachIsExact) {
   constexpr index_t kIn = 70, kTokens = 19, kOuts = 83;
   AlignedBuffer<bf16> packed;

@@ -103,8 +103,8 @@ constexpr index_t rows_of_stream(index_t n, index_t streams = kStreams) {
 }
 // Of x, up to which that is so in gemm_nt: half of the 2 MiB of L2 that every CPU with AMX has, and LoRA's u beside it.
 inline constexpr index_t kStreamedBytes = index_t{1088} << 10;
-// K from which x of 64 tokens is more than that. Fewer tokens would have weights pass too often, so K is cut there, in parts
-// whose x has room (benchmarks/LOG.md, "K in parts for long rows").
+// K beyond which x of 64 tokens is more than half of that L2. Fewer tokens would have weights pass too often, so K is cut
+// there, in parts whose x has room (benchmarks/LOG.md, "K in parts for long rows").
 inline constexpr index_t kLongK = 8192;
 // Elements of a row from which, where tokens take more than one block of tiles, memory is asked for the next tile of rows
 // while one is multiplied: a page of 4 KiB (benchmarks/LOG.md, "Next rows asked for").

@@ -62,7 +62,7 @@ struct Blocking {
   static constexpr index_t kWholeRowCols = 4096;
   static constexpr index_t kRowsOfWholeRows = 64;
   static constexpr index_t kTasksPerThread = 8;
-  // Where tasks are alike, and threads end together, or where they would be pieces of rows that memory is slow for.
+  // Where tasks are alike, and threads end together, or where more of them would be short pieces of rows, slow to pack.
   static constexpr index_t kFewTasksPerThread = 4;
   // Tokens of a task of gemm_nt with strips, of whose x only a block of K stays in L2 while a strip meets it: packing
   // strips, 9 % of the time at 64 tokens, is half of that. With tokens along the lanes the same, without packing: the more

@@ -105,7 +105,8 @@ void for_each_part_of_k(index_t tokens,
   const index_t k = outputs[0][0].k;
   const index_t parts = k > arch::kLongK ? ceil_div(k * tokens * index_t{sizeof(E)}, arch::kStreamedBytes) : 1;
   const index_t depth = padded_k<Kernel>(ceil_div(k, parts));
-  for (index_t first = 0; first < k; first += depth) {
+  index_t first = 0;
+  do {  // once if K is 0: a sum of nothing is zero
     std::array<std::array<Term<E>, kMaxTerms>, Outputs> terms;
     std::array<std::span<const Term<E>>, Outputs> part;
     for (std::size_t o = 0; o < Outputs; ++o) {
@@ -117,7 +118,8 @@ void for_each_part_of_k(index_t tokens,
       part[o] = {terms[o].data(), 1 + behind.size()};
     }
     f(part, first == 0);
-  }
+    first += depth;
+  } while (first < k);
 }
 
 // C^T of gemm_nt, tokens in panels, with output o's row i at row_of(o, i); added to what is there unless it is fresh.
