@@ -27,6 +27,9 @@ struct CpuFeatures {
   // VDPBF16PS runs at half the rate of fp32 FMA (Intel; measured 106 against 214 GFLOP/s a core on Emerald Rapids). AMD
   // Zen 4 and 5 have twice the rate of FMA instead.
   bool slow_dpbf16 = false;
+  // Hardware follows rows that are read side by side (Intel; measured on Cascade Lake): asking for lines in another order
+  // leads it astray. AMD's Zen reads the faster the less it jumps.
+  bool follows_rows = false;
   bool amx_tile = false;  // AMX-TILE, with the operating system saving tiles
   bool amx_bf16 = false;
   bool amx_int8 = false;
@@ -65,7 +68,9 @@ inline CpuFeatures read_cpu_features() {
   found.amx_int8 = tiles && (d >> 25 & 1U) != 0;
   if (a >= 1 && __get_cpuid_count(7, 1, &a, &b, &c, &d) != 0)
     found.avx512_bf16 = found.avx512 && (a >> 5 & 1U) != 0;
-  if (__get_cpuid(0, &a, &b, &c, &d) != 0) found.slow_dpbf16 = b == 0x756e6547U;  // "Genu"(ineIntel)
+  const bool intel = __get_cpuid(0, &a, &b, &c, &d) != 0 && b == 0x756e6547U;  // "Genu"(ineIntel)
+  found.slow_dpbf16 = intel;
+  found.follows_rows = intel;
   return found;
 }
 

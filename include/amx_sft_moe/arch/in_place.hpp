@@ -8,6 +8,7 @@
 #include <utility>
 
 #include "amx_sft_moe/arch/blocking.hpp"
+#include "amx_sft_moe/arch/cpu_features.hpp"
 #include "amx_sft_moe/arch/operands.hpp"
 #include "amx_sft_moe/arch/paced_prefetch.hpp"
 #include "amx_sft_moe/arch/pages_ahead.hpp"
@@ -22,8 +23,14 @@ inline const char* bytes_behind(const void* from, index_t bytes) {
                                        static_cast<std::uintptr_t>(bytes));
 }
 
-// Asks for rows [lead, rows) of a source, row after row: memory is the faster the less it jumps (benchmarks/LOG.md, "Zen
-// 5"). Gathered rows are not asked for.
+// Whether rows to come are asked for in the order in which they lie: memory is the faster the less it jumps (benchmarks/LOG.md,
+// "Zen 5"). Else side by side, as they are read, which hardware follows ("Rows side by side, for Intel"). Asked of the CPU once.
+inline bool asks_in_order() {
+  static const bool in_order = !read_cpu_features().follows_rows;
+  return in_order;
+}
+
+// Asks for rows [lead, rows) of a source, row after row. Gathered rows are not asked for.
 template <class S>
 LeadingPrefetch rows_in_order(const RowSource<S>& source, index_t rows, index_t cols, index_t lead) {
   constexpr index_t kSize = sizeof(S);
@@ -40,14 +47,15 @@ struct InPlaceSteps {
   std::conditional_t<kPairing<E> == 1, float, std::int32_t> a[Rows][Depth];
   const S* b[kRows];
   const S* near[kRows];
+  bool asks_near;
 };
 
 // Products of gemm_nn and gemm_tn. Tiles has, with its own target attribute, for 1 <= R <= MostRows and 1 <= D <= 4 (steps
 // and C by value, so that these may stay in registers), with A of its type Element:
 //   template <std::size_t R, std::size_t D, class S>
 //   static void add_steps(InPlaceSteps<Element, R, D, S> steps, index_t cols, SumRows c, LeadingPrefetch* ahead);
-// which has ahead->turn(), unless that is null, for every kTurnColumns columns, or most of the last. With a kDeepest, also
-// for 1 <= D <= kDeepest and any number of rows
+// which has ahead->turn(), unless that is null, for every kTurnColumns columns, or most of the last, and asks for each of `near`
+// there if asks_near or R <= kWaitingRows. With a kDeepest, also for 1 <= D <= kDeepest and any number of rows
 //   template <std::size_t D, class S>  // b: of the rows of B, the last null where K is odd
 //   static void add_few_steps(const Element* a, index_t a_stride, index_t rows, const S* const* b, index_t cols,
 //                             const SumRows& c);
@@ -70,6 +78,8 @@ struct InPlaceSums {
     }
     constexpr index_t kSize = sizeof(S);
     const index_t lead = kFarRows + ceil_div(kFarBytes, cols * kSize);
+    const bool far = lead < k && asks_in_order();
+    const bool near = lead < k && !asks_in_order();
     for_each_part(rows, MostRows, [&](index_t r, index_t height) {
       const auto add = rows_of<S>(height);
       const index_t wide = part_of_columns(height, cols);
@@ -79,8 +89,9 @@ struct InPlaceSums {
       for (index_t kk = 0; kk < k; kk += kFarRows) {
         pages.before(kk + lead);
         for (index_t j = 0; j < cols; j += wide) {
-          const Product<S> product{a + r * a_stride, a_stride, b.from_column(j), k, std::min(wide, cols - j)};
-          add(product, kk, std::min(kk + kFarRows, k), c.from(r, j), lead < k ? &ahead : nullptr);
+          const Product<S> product{a + r * a_stride,         a_stride, b.from_column(j), k,
+                                   std::min(wide, cols - j), near};
+          add(product, kk, std::min(kk + kFarRows, k), c.from(r, j), far ? &ahead : nullptr);
         }
       }
     });
@@ -124,6 +135,7 @@ struct InPlaceSums {
     index_t a_stride;
     RowSource<S> b;
     index_t k, cols;
+    bool asks_near;  // for rows of B whatever rows of A there are
   };
 
   // Steps [kk, end) of K.
@@ -149,6 +161,7 @@ struct InPlaceSums {
   template <std::size_t Rows, std::size_t Depth, class S>
   static void add_steps(const Product<S>& product, index_t kk, const SumRows& c, LeadingPrefetch* ahead) {
     InPlaceSteps<A, Rows, Depth, S> steps;
+    steps.asks_near = product.asks_near;
     for (std::size_t d = 0; d < steps.kRows; ++d) {
       const index_t at = kk + static_cast<index_t>(d);
       steps.b[d] = at < product.k ? product.b.row(at) : nullptr;
@@ -178,9 +191,9 @@ struct InPlaceSums {
   }
 };
 
-// What dot products ask memory for while they read some rows of W: rows in the order in which they lie. Where x is more than
-// stays in L1, the next rows side by side instead, of each the elements [0, k >> shift): slower for memory, but in order
-// and with x on its way from L2 it took up to 1.2 times as long (benchmarks/LOG.md, "Zen 5").
+// What dot products ask memory for while they read some rows of W: rows in the order in which they lie. Where that is not
+// what the CPU likes, or x is more than stays in L1, the next rows side by side instead, of each the elements [0, k >> shift):
+// in order and with x on its way from L2 it took up to 1.2 times as long (benchmarks/LOG.md, "Zen 5").
 template <class S>
 struct DotAhead {
   LeadingPrefetch rows;
@@ -235,7 +248,7 @@ struct InPlaceDots {
   static void dot_in_place(const RowSource<S>& w, index_t outs, const X* ordered, index_t tokens, index_t k,
                            const SumRows& c) {
     constexpr index_t kSize = sizeof(S);
-    const bool in_order = tokens * k * index_t{sizeof(X)} <= kSumsBytes;
+    const bool in_order = tokens * k * index_t{sizeof(X)} <= kSumsBytes && asks_in_order();
     const index_t lead = DotOuts + (in_order ? ceil_div(kFarBytes, k * kSize) : 0);
     DotAhead<S> ahead{rows_in_order(w, in_order ? outs : 0, k, lead)};
     ahead.rows.spread(ceil_div(outs, DotOuts) * ceil_div(tokens, DotTokens) *

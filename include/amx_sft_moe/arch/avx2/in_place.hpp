@@ -50,7 +50,7 @@ struct InPlaceTiles {
         line[d][0] = load8(steps.b[d] + j);
         line[d][1] = load8(steps.b[d] + j + 8);
         // Here, not row by row before the loop: a burst fills the line fill buffers and all loads wait.
-        if constexpr (Rows <= kWaitingRows) {
+        if (Rows <= kWaitingRows || steps.asks_near) {
           _mm_prefetch(reinterpret_cast<const char*>(steps.near[d] + j), _MM_HINT_T0);
         }
       }

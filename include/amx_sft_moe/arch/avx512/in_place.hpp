@@ -74,7 +74,7 @@ struct InPlaceTiles {
         line[d][0] = load16(steps.b[d] + j);
         line[d][1] = load16(steps.b[d] + j + 16);
         // Here, not row by row before the loop: a burst fills the line fill buffers and all loads wait.
-        if constexpr (Rows <= kWaitingRows) {
+        if (Rows <= kWaitingRows || steps.asks_near) {
           _mm_prefetch(reinterpret_cast<const char*>(steps.near[d] + j), _MM_HINT_T0);
         }
       }

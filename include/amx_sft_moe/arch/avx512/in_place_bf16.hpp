@@ -56,7 +56,7 @@ AMX_SFT_MOE_INLINE AMX_SFT_MOE_TARGET_AVX512_BF16 void add_pairs(
     pair_rows<Whole>(line[d], steps.b[2 * d], steps.b[2 * d + 1], d + 1 == Depth, j, n);
     AMX_SFT_MOE_UNROLL
     for (std::size_t i = 2 * d; i < 2 * d + 2; ++i) {
-      if constexpr (Rows <= kWaitingRows) {
+      if (Rows <= kWaitingRows || steps.asks_near) {
         _mm_prefetch(reinterpret_cast<const char*>(steps.near[i] + j), _MM_HINT_T0);
       }
     }

@@ -12,7 +12,7 @@ namespace arch {
 // products, each broadcast 4. Latency times rate is 8: 12 accumulators would do.
 // In place: dot products of 3 rows x 8 tokens, 24 accumulators, 3 registers of W, 1 of x.
 struct Avx512Microkernel : StripTiles<Avx512Microkernel, float, 6, 4, 4>,
-                           InPlaceSums<avx512::InPlaceTiles, 8>,
+                           InPlaceSums<avx512::InPlaceTiles, 12>,
                            InPlaceDots<avx512::InPlaceTiles, 12, 3, 8> {
   static_assert(kCols == kStripCols);  // a strip is one block, for what packs it
   template <class S>
