@@ -72,14 +72,14 @@ struct InPlaceSums {
   // so the fewer times it is begun with the better.
   template <class S>
   static void multiply_in_place(const A* a, index_t a_stride, index_t rows, const RowSource<S>& b, index_t k,
-                                index_t cols, const SumRows& c) {
+                                index_t cols, const SumRows& c, bool in_order = asks_in_order()) {
     if constexpr (kHoldsSteps) {
       if (k <= kFewSteps || held(k, rows)) return multiply_held(a, a_stride, rows, b, k, cols, c);
     }
     constexpr index_t kSize = sizeof(S);
     const index_t lead = kFarRows + ceil_div(kFarBytes, cols * kSize);
-    const bool far = lead < k && asks_in_order();
-    const bool near = lead < k && !asks_in_order();
+    const bool far = lead < k && in_order;
+    const bool near = lead < k && !in_order;
     for_each_part(rows, MostRows, [&](index_t r, index_t height) {
       const auto add = rows_of<S>(height);
       const index_t wide = part_of_columns(height, cols);
@@ -246,9 +246,9 @@ struct InPlaceDots {
   // one of few would not hide the latency of its products.
   template <class S>
   static void dot_in_place(const RowSource<S>& w, index_t outs, const X* ordered, index_t tokens, index_t k,
-                           const SumRows& c) {
+                           const SumRows& c, bool in_order = asks_in_order()) {
     constexpr index_t kSize = sizeof(S);
-    const bool in_order = tokens * k * index_t{sizeof(X)} <= kSumsBytes && asks_in_order();
+    in_order = in_order && tokens * k * index_t{sizeof(X)} <= kSumsBytes;
     const index_t lead = DotOuts + (in_order ? ceil_div(kFarBytes, k * kSize) : 0);
     DotAhead<S> ahead{rows_in_order(w, in_order ? outs : 0, k, lead)};
     ahead.rows.spread(ceil_div(outs, DotOuts) * ceil_div(tokens, DotTokens) *

@@ -1,0 +1,122 @@
+// Products in place ask memory for rows to come in one of two orders, by what the CPU likes. Each has the same bits,
+// those of exact sums, whichever CPU this is.
+#include <gtest/gtest.h>
+
+#include <algorithm>
+#include <cmath>
+#include <vector>
+
+#include "amx_sft_moe/amx_sft_moe.hpp"
+#include "guarded.hpp"
+
+namespace {
+
+using namespace amx_sft_moe;  // NOLINT(google-build-using-namespace)
+
+// Sixteenths below one, of which sums of products of two are exact in fp32.
+template <class T>
+void fill(T* to, index_t count, index_t step) {
+  for (index_t i = 0; i < count; ++i) to[i] = from_float<T>(static_cast<float>(i * step % 31 - 15) / 16);
+}
+
+template <class Kernel>
+class InPlace : public testing::Test {
+ protected:
+  using Micro = typename Kernel::Microkernel;
+  using E = typename Kernel::Compute;
+  using W = typename Kernel::Weight;
+
+  void SetUp() override {
+    if (!Kernel::available()) GTEST_SKIP() << Kernel::refusal();
+  }
+
+  // [rows, k] of a weight, which ends where memory that may be read does.
+  static const W* weights(const sft_test::GuardedMemory& memory, index_t elements) {
+    auto* data = reinterpret_cast<W*>(memory.data());
+    fill(data, elements, 7);
+    return data;
+  }
+  // Rows of x, zeros behind k.
+  static AlignedBuffer<E> rows_of_x(index_t rows, index_t k, index_t stride) {
+    AlignedBuffer<E> x(rows * stride);
+    std::fill_n(x.data(), x.capacity(), E{});
+    for (index_t r = 0; r < rows; ++r) fill(x.data() + r * stride, k, 5 + 2 * r);
+    return x;
+  }
+  static double product(const E* x, const W* w, index_t w_step, index_t k) {
+    double sum = 0;
+    for (index_t i = 0; i < k; ++i) sum += static_cast<double>(to_float(x[i])) * to_float(w[i * w_step]);
+    return sum;
+  }
+
+  // C = A [1 to 16 rows, k] x B [k, cols].
+  void sums_are_exact(index_t k, index_t cols) {
+    const index_t stride = round_up(k, 32);
+    const sft_test::GuardedMemory memory(static_cast<std::size_t>(k * cols) * sizeof(W), sft_test::Edge::kEnd);
+    const W* b = weights(memory, k * cols);
+    for (index_t rows = 1; rows <= 16; ++rows) {
+      if (!Micro::in_place(k, rows)) continue;
+      const AlignedBuffer<E> a = rows_of_x(rows, k, stride);
+      for (const bool in_order : {false, true}) {
+        const index_t c_stride = round_up(cols, 64) + 32;
+        std::vector<float> c(static_cast<std::size_t>(rows * c_stride), std::nanf(""));
+        const arch::RowSource<W> source{b, cols, 1, nullptr};
+        Micro::multiply_in_place(a.data(), stride, rows, source, k, cols, {c.data(), c_stride, true}, in_order);
+        for (index_t r = 0; r < rows; ++r) {
+          for (index_t j = 0; j < cols; ++j) {
+            ASSERT_EQ(product(a.data() + r * stride, b + j, cols, k),
+                      c[static_cast<std::size_t>(r * c_stride + j)])
+                << Kernel::kName << " k " << k << " cols " << cols << " rows " << rows << " at " << r << ", "
+                << j << (in_order ? " in order" : " side by side");
+          }
+        }
+      }
+    }
+  }
+
+  // C [tokens, outs] = X [1 to 14 tokens, k] x W^T, W [outs, k].
+  void dots_are_exact(index_t k, index_t outs) {
+    const index_t stride = round_up(k, 32);
+    const sft_test::GuardedMemory memory(static_cast<std::size_t>(k * outs) * sizeof(W), sft_test::Edge::kEnd);
+    const W* w = weights(memory, k * outs);
+    for (index_t tokens = 1; tokens <= 14; ++tokens) {
+      if (!Micro::dots(tokens)) continue;
+      const AlignedBuffer<E> x = rows_of_x(tokens, k, stride);
+      AlignedBuffer<E> ordered(Micro::ordered_size(tokens, k));
+      Micro::template order_tokens<W>(x.data(), stride, tokens, k, ordered.data());
+      for (const bool in_order : {false, true}) {
+        std::vector<float> c(static_cast<std::size_t>(tokens * outs), std::nanf(""));
+        const arch::RowSource<W> source{w, k, 1, nullptr};
+        Micro::dot_in_place(source, outs, ordered.data(), tokens, k, {c.data(), outs, true}, in_order);
+        for (index_t at = 0; at < tokens * outs; ++at) {
+          const index_t t = at / outs, o = at % outs;
+          ASSERT_EQ(product(x.data() + t * stride, w + o * k, 1, k), c[static_cast<std::size_t>(at)])
+              << Kernel::kName << " k " << k << " outs " << outs << " tokens " << tokens << " at " << t << ", "
+              << o << (in_order ? " in order" : " side by side");
+        }
+      }
+    }
+  }
+};
+
+using Kernels = testing::Types<kernels::Avx512<bf16>, kernels::Avx512<float>, kernels::Avx512Bf16,
+                               kernels::Avx2<bf16>, kernels::Avx2<float>>;
+TYPED_TEST_SUITE(InPlace, Kernels);
+
+TYPED_TEST(InPlace, BothOrdersAreExactForFewColumns) {
+  for (const index_t k : {1, 3, 8, 9, 13, 17, 40, 301}) {
+    for (const index_t cols : {1, 15, 16, 33, 64}) this->sums_are_exact(k, cols);
+  }
+}
+
+TYPED_TEST(InPlace, BothOrdersAreExactForRowsOfPages) {
+  for (const index_t k : {9, 12, 31, 64}) this->sums_are_exact(k, 2050);
+}
+
+TYPED_TEST(InPlace, BothOrdersOfDotProductsAreExact) {
+  for (const index_t k : {64, 65, 96, 301, 2049}) {
+    for (const index_t outs : {1, 3, 7, 64}) this->dots_are_exact(k, outs);
+  }
+}
+
+}  // namespace
