@@ -1,4 +1,4 @@
-// What is asked for ahead is asked for once, and evenly.
+// What is asked for ahead is asked for once, and evenly or nearly so.
 #include <gtest/gtest.h>
 
 #include <algorithm>
@@ -21,6 +21,27 @@ TEST(Pace, UnitsAreSpreadEvenlyAndAllAreDueInTheEnd) {
         sum += pace.turn();
         ASSERT_EQ(units * turn / turns, sum) << units << " units, turn " << turn << " of " << turns;
       }
+    }
+  }
+}
+
+// Never later than evenly, nor twice as early; and a CPU that expects as many as before is wrong once or twice.
+TEST(SteadyPace, UnitsAreDueAsManyAtATimeAndAllInTheEnd) {
+  for (const index_t units : {0, 1, 5, 64, 127, 128, 256, 1000}) {
+    for (const index_t turns : {1, 2, 3, 7, 24, 64, 96, 100, 257}) {
+      arch::SteadyPace pace(units, turns);
+      index_t sum = 0, before = units;
+      for (index_t turn = 1; turn <= turns; ++turn) {
+        const index_t due = pace.turn();
+        sum += due;
+        ASSERT_GE(sum, units * turn / turns) << units << " units, turn " << turn << " of " << turns;
+        ASSERT_LE(sum, 2 * units * turn / turns) << units << " units, turn " << turn << " of " << turns;
+        if (due == 0) continue;
+        ASSERT_LE(due, before) << units << " units, turn " << turn << " of " << turns;
+        ASSERT_GE(due, units / turns);
+        before = due;
+      }
+      ASSERT_EQ(units, sum) << turns << " turns";
     }
   }
 }

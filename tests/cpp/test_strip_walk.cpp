@@ -138,6 +138,34 @@ TEST(StripsAcross, FollowOneAnotherAndCoverTheirStepsOfKBeforeTheNext) {
   });
 }
 
+// All of B but the first piece, once, in the order in which it is multiplied.
+TEST(PieceAhead, EachPieceIsSharedOutAmongTheStripsOfTheOneBefore) {
+  for (const index_t wide : {64, 768}) {
+    for_each_product([wide](index_t k, index_t cols) {
+      index_t kk = 0, col = std::min(wide, cols), row = 0;  // where the next piece is, and its row that is next
+      if (col == cols) kk = std::min(kFirst, k), col = 0;
+      for (const Strip& strip : all_strips(gemm::StripsAcross(k, cols, kFirst))) {
+        const Strip part = gemm::piece_ahead(strip, k, cols, wide);
+        const index_t depth = std::min(kFirst, k - kk);
+        if (depth == 0) {
+          ASSERT_EQ(0, part.depth) << k << " x " << cols;
+          continue;
+        }
+        ASSERT_EQ(std::pair(kk + row, col), std::pair(part.kk, part.col)) << k << " x " << cols;
+        ASSERT_EQ(std::min(wide, cols - col), part.cols) << k << " x " << cols;
+        row += part.depth;
+        ASSERT_LE(row, depth) << k << " x " << cols;
+        const bool last =
+            strip.col / wide != (strip.col + arch::kStripCols) / wide || strip.col + arch::kStripCols >= cols;
+        if (!last) continue;
+        ASSERT_EQ(depth, row) << k << " x " << cols << " at " << strip.kk << ", " << strip.col;
+        row = 0;
+        col += wide;
+        if (col >= cols) kk = std::min(kk + kFirst, k), col = 0;
+      }
+    });
+  }
+}
 template <class Order>
 void expect_announced(const Order& order) {
   const std::vector<Strip> strips = all_strips(order);

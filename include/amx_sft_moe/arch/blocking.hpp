@@ -25,6 +25,13 @@ inline constexpr index_t kStripDepth = kStripBytes / kStripCols / index_t{sizeof
 // as L2 delivers them. Two take a quarter of 1 MiB of L2, the block of 128 rows of A that they meet another one
 // (benchmarks/LOG.md, "Deeper strips").
 inline constexpr index_t kMostAheadDepth = 1024;
+inline constexpr index_t kMostStripBytes = kMostAheadDepth * kStripCols * index_t{sizeof(bf16)};
+// Strips of bf16 that are multiplied with floats (benchmarks/LOG.md, "Strips of bf16 for floats"). Of rows: a strip and the rows
+// that the next one is made from share an L1 of 32 KiB. Of columns: as deep as strips that are made ahead, since longer pieces
+// of W's rows come faster than short ones, and a strip is read from L2 as fast as it is multiplied. Few rows of A: as long
+// pieces of B's rows are asked for together, 128 rows of them a fifth of 1 MiB of L2.
+inline constexpr index_t kWidenedRowsDepth = 128, kWidenedColumnsDepth = kMostAheadDepth;
+inline constexpr index_t kWidenedPieceCols = 768;
 // Rows of A from which strips of gemm_nn are that deep: with fewer, lines of a strip that has left L1 come back more slowly
 // than it is written (benchmarks/LOG.md, "Zen 5").
 inline constexpr index_t kRowsOfDeepStrips = 48;

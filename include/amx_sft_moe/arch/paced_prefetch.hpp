@@ -9,11 +9,11 @@
 AMX_SFT_MOE_NAMESPACE_BEGIN
 namespace arch {
 
-// Memory that strips to come are made from: of the next `rows` rows of row_bytes, `stride` bytes apart, and as much of the
-// one after it, which may be larger or smaller. Hardware prefetchers do not see it coming: its rows lie on different
+// Memory that strips to come are made from: of the next `rows` rows of row_bytes, `stride` bytes apart, and as much of what
+// comes after it, which may be larger or smaller. Hardware prefetchers do not see it coming: its rows lie on different
 // pages. Addresses are numbers: of what lies at `later` rows may be asked for that are not there.
 struct BytesAhead {
-  // Of the strip that is next, all of it there; asked for into L1, or read. 0: there is none, nor rows.
+  // Of what is next, all of it there; asked for, or read. 0: there is none, nor rows.
   std::uintptr_t next = 0;
   std::uintptr_t later = 0;  // of one after it, into L2; 0: not asked for
   index_t stride = 0;
@@ -50,38 +50,6 @@ struct NothingAhead {
   AMX_SFT_MOE_INLINE void turn() {}
 };
 
-// Asks for rows evenly over the turns of a product, each of some steps along K. A burst would fill the line fill buffers,
-// and the product's own loads would wait for one: so not rows, but pairs of cache lines, which hardware fetches together
-// anyway. Rows: any() whether one is left, ask(offset) for the line there of the one at hand, next().
-template <class Rows>
-class EvenPrefetch {
- public:
-  EvenPrefetch(const Rows& rows, index_t count, index_t row_bytes)
-      : rows_(rows), units_(count * line_pairs(row_bytes)), row_bytes_(row_bytes) {}
-
-  // Before the first of so many turns.
-  void spread(index_t turns) { pace_ = Pace(units_, turns); }
-
-  AMX_SFT_MOE_INLINE void turn() {
-    for (index_t due = pace_.turn(); due > 0; --due) ask();
-  }
-
- private:
-  AMX_SFT_MOE_INLINE void ask() {
-    if (!rows_.any()) return;
-    const index_t end = std::min(done_ + kLinePairBytes, row_bytes_);
-    for (; done_ < end; done_ += kLineBytes) rows_.ask(done_);
-    if (done_ < row_bytes_) return;
-    done_ = 0;
-    rows_.next();
-  }
-
-  Rows rows_;
-  index_t units_, row_bytes_;
-  Pace pace_;
-  index_t done_ = 0;  // bytes of this row
-};
-
 // The line at an address, into L1 or L2.
 template <int kLocality>
 AMX_SFT_MOE_INLINE void ask_for_line(std::uintptr_t at) {
@@ -89,30 +57,63 @@ AMX_SFT_MOE_INLINE void ask_for_line(std::uintptr_t at) {
   __builtin_prefetch(reinterpret_cast<const char*>(at), 0, kLocality);
 }
 
-// The rows of the strip that is next, into L1, and with each the same of the one after it, into L2.
-class RowsOfNextTwo {
+// `units` spread over `turns` so that a turn takes the same way as the one before: as many each time, one more in the first
+// ones, or one in every few turns; never more than twice as fast as evenly. Of units that come and go a CPU expects the
+// wrong ones, which takes longer than to ask for memory: a sixth of a product of 24 rows (benchmarks/LOG.md, "Strips of bf16
+// for floats").
+class SteadyPace {
  public:
-  explicit RowsOfNextTwo(const BytesAhead& ahead)
-      : next_(ahead.next), later_(ahead.later), stride_(static_cast<std::uintptr_t>(ahead.stride)) {}
-
-  static constexpr bool any() { return true; }
-  AMX_SFT_MOE_INLINE void ask(index_t offset) const {
-    ask_for_line<3>(next_ + static_cast<std::uintptr_t>(offset));
-    if (later_ != 0) ask_for_line<2>(later_ + static_cast<std::uintptr_t>(offset));
+  SteadyPace() = default;
+  SteadyPace(index_t units, index_t turns) {
+    every_ = wait_ = units > 0 ? std::max<index_t>(turns / units, 1) : turns + 1;
+    const index_t taken = std::max<index_t>(turns / every_, 1);
+    each_ = units / taken;
+    more_ = units % taken;
   }
-  AMX_SFT_MOE_INLINE void next() {
-    next_ += stride_;
-    if (later_ != 0) later_ += stride_;
+
+  // Units that are due in this turn.
+  AMX_SFT_MOE_INLINE index_t turn() {
+    if (--wait_ > 0) return 0;
+    wait_ = every_;
+    return each_ + (more_-- > 0 ? 1 : 0);
   }
 
  private:
-  std::uintptr_t next_, later_, stride_;
+  index_t every_ = 1, wait_ = 1;  // of turns
+  index_t each_ = 0, more_ = 0;   // units a time, and how often one more
 };
 
-class PacedPrefetch : public EvenPrefetch<RowsOfNextTwo> {
+// Asks for the rows of the strip that is next over the turns of a product, row by row, by pairs of lines, into L2.
+class PacedPrefetch {
  public:
   explicit PacedPrefetch(const BytesAhead& ahead)
-      : EvenPrefetch(RowsOfNextTwo(ahead), ahead.rows, ahead.row_bytes) {}
+      : row_(ahead.next),
+        stride_(static_cast<std::uintptr_t>(ahead.stride)),
+        row_bytes_(ahead.row_bytes),
+        units_(ahead.rows * line_pairs(ahead.row_bytes)) {}
+
+  // Before the first of so many turns.
+  void spread(index_t turns) { pace_ = SteadyPace(units_, turns); }
+
+  AMX_SFT_MOE_INLINE void turn() {
+    for (index_t due = pace_.turn(); due > 0; --due) ask();
+  }
+
+ private:
+  AMX_SFT_MOE_INLINE void ask() {
+    const index_t second = done_ + kLineBytes < row_bytes_ ? done_ + kLineBytes : done_;
+    ask_for_line<2>(row_ + static_cast<std::uintptr_t>(done_));
+    ask_for_line<2>(row_ + static_cast<std::uintptr_t>(second));
+    done_ += kLinePairBytes;
+    if (done_ < row_bytes_) return;
+    done_ = 0;
+    row_ += stride_;
+  }
+
+  std::uintptr_t row_, stride_;
+  index_t row_bytes_, units_;
+  SteadyPace pace_;
+  index_t done_ = 0;  // bytes of this row
 };
 
 // The rows to be asked for while the next strip is made of its rows [0, rows), into L2: each `lead` rows before its turn,
@@ -142,10 +143,34 @@ class LeadingRows {
   index_t left_;  // until `later` follows
 };
 
-class LeadingPrefetch : public EvenPrefetch<LeadingRows> {
+// Asks for them evenly over the turns of a product, each of some steps along K. A burst would fill the line fill buffers, and
+// the product's own loads would wait for one: so not rows, but pairs of cache lines, which hardware fetches together anyway.
+class LeadingPrefetch {
  public:
   LeadingPrefetch(const BytesAhead& ahead, index_t lead)
-      : EvenPrefetch(LeadingRows(ahead, lead), ahead.rows, ahead.row_bytes) {}
+      : rows_(ahead, lead), units_(ahead.rows * line_pairs(ahead.row_bytes)), row_bytes_(ahead.row_bytes) {}
+
+  // Before the first of so many turns.
+  void spread(index_t turns) { pace_ = Pace(units_, turns); }
+
+  AMX_SFT_MOE_INLINE void turn() {
+    for (index_t due = pace_.turn(); due > 0; --due) ask();
+  }
+
+ private:
+  AMX_SFT_MOE_INLINE void ask() {
+    if (!rows_.any()) return;
+    const index_t end = std::min(done_ + kLinePairBytes, row_bytes_);
+    for (; done_ < end; done_ += kLineBytes) rows_.ask(done_);
+    if (done_ < row_bytes_) return;
+    done_ = 0;
+    rows_.next();
+  }
+
+  LeadingRows rows_;
+  index_t units_, row_bytes_;
+  Pace pace_;
+  index_t done_ = 0;  // bytes of this row
 };
 
 }  // namespace arch

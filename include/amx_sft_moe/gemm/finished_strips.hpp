@@ -16,7 +16,7 @@
 AMX_SFT_MOE_NAMESPACE_BEGIN
 namespace gemm {
 
-// B [tokens, cols] as strips; zeros behind the last token up to the kernel's unit of K.
+// B [tokens, cols] as strips of what the kernel computes with; zeros behind the last token up to a whole pair of bf16.
 template <class Kernel>
 struct TokenStrips {
   const typename Kernel::Compute* data = nullptr;
@@ -32,7 +32,7 @@ TokenStrips<Kernel> strips_of_tokens(Scratch& scratch, const AnyRows& b, index_t
   using E = typename Kernel::Compute;
   using Micro = typename Kernel::Microkernel;
   constexpr index_t kTogether = arch::kStripRowsTogether, kCols = Micro::kCols;
-  const index_t depth = padded_k<Kernel>(tokens);
+  const index_t depth = round_up(tokens, arch::kPairing<E>);
   E* strips = scratch.b_panels.template as<E>(depth * round_up(cols, arch::kStripCols));
   with_adjacent_rows<Kernel>(scratch, b, tokens, cols, [&](const auto& source) {
     for (index_t t = 0; t < tokens; t += kTogether) {

@@ -94,6 +94,20 @@ class StripsAcross {
   index_t kk_ = 0, col_ = 0;
 };
 
+// What of rows of B memory is asked for while strip `here` of StripsAcross is multiplied. Of each row a longer piece than a
+// strip's comes faster, so it is `wide` columns, a multiple of a strip's: the strips of such a piece share out the rows of the
+// next one, which is of the same steps of K or, behind the last columns, of those that follow.
+constexpr Strip piece_ahead(const Strip& here, index_t k, index_t cols, index_t wide) {
+  const index_t piece = here.col / wide * wide;
+  const index_t sharers = ceil_div(std::min(wide, cols - piece), arch::kStripCols);
+  const index_t share = (here.col - piece) / arch::kStripCols;
+  const bool below = piece + wide >= cols;
+  const index_t kk = below ? here.kk + here.depth : here.kk, col = below ? 0 : piece + wide;
+  const index_t rows = std::min(here.depth, k - kk);
+  const index_t first = share * rows / sharers, end = (share + 1) * rows / sharers;
+  return {kk + first, col, end - first, std::min(wide, cols - col)};
+}
+
 // Strips one after the other: the one that is multiplied, and the two after it.
 template <class Order>
 class StripWalk {

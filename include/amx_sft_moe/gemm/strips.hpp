@@ -89,23 +89,27 @@ arch::BytesAhead strips_ahead(const arch::RowSource<S>& source, const StripWalk<
   return {place_of(next), later, stride, count, length * kSize};
 }
 
-// What makes a strip from rows of S while another is multiplied: of bf16 from bf16, where the kernel has it, else void.
-template <class Micro, class S>
+// The register tiles of a kernel for strips that are made from rows of S.
+template <class Kernel, class S>
+using TilesFor = typename Kernel::Microkernel::template TilesFor<S>;
+
+// What makes a strip from rows of S while another is multiplied: of bf16 from bf16, where the tiles have it, else void.
+template <class Tiles, class S>
 struct AheadOf {
   using Type = void;
 };
-template <class Micro>
-  requires requires { typename Micro::RowsAhead; }
-struct AheadOf<Micro, bf16> {
-  using Type = typename Micro::RowsAhead;
+template <class Tiles>
+  requires requires { typename Tiles::RowsAhead; }
+struct AheadOf<Tiles, bf16> {
+  using Type = typename Tiles::RowsAhead;
 };
 
 // Of a product of `rows` rows over k > 0 steps: strips that Ahead makes while another is multiplied may be deeper than
 // others.
-template <class E, class Ahead, class S>
+template <class Tiles, class Ahead, class S>
 StripDepths depths_of(const arch::RowSource<S>& source, index_t rows, index_t k) {
   const index_t together = rows < arch::kRowsOfDeepStrips ? arch::kStepsTranslated : k;
-  StripDepths depths{arch::kStripDepth<E>, arch::kStripDepth<E>, together};
+  StripDepths depths{Tiles::kRowsDepth, Tiles::kRowsDepth, together};
   if constexpr (!std::is_void_v<Ahead>) {
     if (source.row_index == nullptr && k % Ahead::kStep == 0) depths.most = Ahead::most_depth(rows);
   }
@@ -115,89 +119,116 @@ StripDepths depths_of(const arch::RowSource<S>& source, index_t rows, index_t k)
 // The strips of a product, one after the other: the one that is multiplied, and room for the next.
 template <class Kernel>
 class Strips {
-  using Micro = typename Kernel::Microkernel;
   using E = typename Kernel::Compute;
-  static constexpr index_t kDeepest = MakesRowsAhead<Kernel> ? arch::kMostAheadDepth : arch::kStripDepth<E>;
-  static constexpr index_t kElements = kDeepest * arch::kStripCols;
+  static constexpr index_t kBytes = arch::kMostStripBytes;
 
  public:
   explicit Strips(Scratch& scratch)
-      : strip_(scratch.b_panels.template as<E>(2 * kElements)), next_(strip_ + kElements) {}
+      : strip_(scratch.b_panels.template as<std::byte>(2 * kBytes)), next_(strip_ + kBytes) {}
 
-  // C [rows, cols] += A [rows, k] x the strip of what lies at `from` (see place()): make(strip), unless that was made
-  // while the one before was multiplied.
-  template <class Ahead, class Make>
+  // C [rows, cols] += A [rows, k] x the strip of what lies in rows of S at `from` (see place()): make(strip), unless that was
+  // made while the one before was multiplied.
+  template <class S, class Ahead, class Make>
   void multiply(const E* a, index_t a_stride, index_t rows, std::uintptr_t from, index_t k, index_t cols,
                 const arch::SumRows& c, const arch::BytesAhead& ahead, Make&& make) {
+    using Tiles = TilesFor<Kernel, S>;
+    using T = typename Tiles::StripElement;
     if (std::exchange(next_from_, 0) == from) {
       std::swap(strip_, next_);
     } else {
-      make(strip_);
+      make(reinterpret_cast<T*>(strip_));
     }
-    const index_t padded = round_up(k, Micro::kKUnit);
+    const T* strip = reinterpret_cast<const T*>(strip_);
+    const index_t padded = round_up(k, arch::kPairing<T>);
     if constexpr (!std::is_void_v<Ahead>) {
       if (cols == arch::kStripCols && Ahead::fits(ahead)) {
         next_from_ = ahead.next;
-        return Micro::multiply(a, a_stride, rows, strip_, padded, cols, c, Ahead(ahead, rows, next_));
+        return Tiles::multiply(a, a_stride, rows, strip, padded, cols, c,
+                               Ahead(ahead, rows, reinterpret_cast<T*>(next_)));
       }
     }
-    Micro::multiply(a, a_stride, rows, strip_, padded, cols, c, arch::PacedPrefetch(ahead));
+    Tiles::multiply(a, a_stride, rows, strip, padded, cols, c, arch::PacedPrefetch(ahead));
   }
 
  private:
-  E* strip_;
-  E* next_;
+  std::byte* strip_;
+  std::byte* next_;
   std::uintptr_t next_from_ = 0;  // what next_ was made from; 0: nothing
 };
 
 // C [rows, n] += A [rows, k] x B [k, n] for the k steps and n columns of the strip at hand; a, source and c are all of
 // theirs.
-template <class Kernel, class Order, class S>
+template <class Kernel, class S>
 void multiply_strip_of_rows(Strips<Kernel>& strips, const arch::RowSource<typename Kernel::Compute>& a,
-                            index_t rows, const arch::RowSource<S>& source, const StripWalk<Order>& walk,
-                            const arch::SumRows& c) {
-  using Micro = typename Kernel::Microkernel;
-  const Strip& strip = walk.here();
+                            index_t rows, const arch::RowSource<S>& source, const Strip& strip,
+                            const arch::BytesAhead& ahead, const arch::SumRows& c) {
+  using Tiles = TilesFor<Kernel, S>;
   const auto from = source.from_row(strip.kk).from_column(strip.col);
-  strips.template multiply<typename AheadOf<Micro, S>::Type>(
+  strips.template multiply<S, typename AheadOf<Tiles, S>::Type>(
       a.data + strip.kk, a.row_stride, rows, place(from, 0, 0), strip.depth, strip.cols,
-      c.after(strip.kk).from(0, strip.col), strips_ahead(source, walk, RowsOfSource::kRowsOfB),
-      [&](auto* to) { Micro::strip_of_rows(from, strip.depth, strip.cols, to); });
+      c.after(strip.kk).from(0, strip.col), ahead,
+      [&](auto* to) { Tiles::strip_of_rows(from, strip.depth, strip.cols, to); });
 }
 
 // C [rows, cols] += A [rows, k] x B [k, cols], A used where it lies, strip by strip of columns.
 template <class Kernel>
 void multiply_rows_by_columns(Scratch& scratch, const arch::RowSource<typename Kernel::Compute>& a,
                               index_t rows, const AnyRows& b, index_t k, index_t cols, const arch::SumRows& c) {
-  using E = typename Kernel::Compute;
   Strips<Kernel> strips(scratch);
   b.visit([&]<class S>(const arch::RowSource<S>& source) {
-    using Ahead = typename AheadOf<typename Kernel::Microkernel, S>::Type;
-    for (StripWalk walk(StripsAlongK{k, cols, depths_of<E, Ahead>(source, rows, k)}); !walk.done();
-         walk.advance()) {
-      multiply_strip_of_rows(strips, a, rows, source, walk, c);
+    using Tiles = TilesFor<Kernel, S>;
+    const StripDepths depths = depths_of<Tiles, typename AheadOf<Tiles, S>::Type>(source, rows, k);
+    for (StripWalk walk(StripsAlongK{k, cols, depths}); !walk.done(); walk.advance()) {
+      const arch::BytesAhead ahead = strips_ahead(source, walk, RowsOfSource::kRowsOfB);
+      multiply_strip_of_rows(strips, a, rows, source, walk.here(), ahead, c);
     }
   });
+}
+
+// How deep a strip of B's rows is at most; with_adjacent_rows() copies them where they are not adjacent.
+template <class Kernel>
+index_t strip_depth(const AnyRows& b) {
+  if (b.col_stride() != 1) return TilesFor<Kernel, typename Kernel::Compute>::kRowsDepth;
+  return b.visit([]<class S>(const arch::RowSource<S>&) { return TilesFor<Kernel, S>::kRowsDepth; });
+}
+
+// What memory is asked for, or the next strip made from, while `rows` rows meet one of StripsAcross. Many rows don't wait for
+// memory, and their C needs the room in L2 that a piece would take.
+template <class Kernel, class S>
+arch::BytesAhead ahead_across(index_t rows, const arch::RowSource<S>& source,
+                              const StripWalk<StripsAcross>& walk, index_t k, index_t cols) {
+  constexpr index_t kSize = sizeof(S);
+  if constexpr (!std::is_void_v<typename AheadOf<TilesFor<Kernel, S>, S>::Type>) {
+    return strips_ahead(source, walk, RowsOfSource::kRowsOfB);
+  }
+  if (source.row_index != nullptr) return {};
+  const index_t wide = rows < arch::kRowsOfDeepStrips ? TilesFor<Kernel, S>::kPieceCols : arch::kStripCols;
+  const Strip piece = piece_ahead(walk.here(), k, cols, wide);
+  if (piece.depth == 0) return {};
+  const index_t stride = piece.depth > 1 ? source.row_stride * kSize : 0;
+  return {place(source, piece.kk, piece.col), 0, stride, piece.depth, piece.cols * kSize};
 }
 
 // The same block of K by block of K, all columns of each: A may have to be staged, or B.
 template <class Kernel>
 void multiply_rows_by_blocks(Scratch& scratch, const AnyRows& a, index_t rows, const AnyRows& b, index_t k,
                              index_t cols, const arch::SumRows& c) {
-  const index_t depth = even_part(k, ceil_div(k, arch::kStripDepth<typename Kernel::Compute>));
+  const index_t depth = even_part(k, ceil_div(k, strip_depth<Kernel>(b)));
   Strips<Kernel> strips(scratch);
   for (index_t kk = 0; kk < k; kk += depth) {
     const index_t here = std::min(depth, k - kk);
     const auto a_block =
         adjacent_rows<Kernel>(scratch.a_rows, a.from(0, kk), rows, here, Kernel::Microkernel::kKUnit);
     const index_t left = b.col_stride() == 1 ? k - kk : here;  // a copy is of one block
-    with_adjacent_rows<Kernel>(scratch, b.from(kk, 0), here, cols, [&](const auto& source) {
-      // Of the rest of K this block only: A's next is not there yet. B's next is announced.
-      for (StripWalk walk(StripsAcross{left, cols, here}); !walk.done() && walk.here().kk == 0;
-           walk.advance()) {
-        multiply_strip_of_rows(strips, a_block, rows, source, walk, c.after(kk));
-      }
-    });
+    with_adjacent_rows<Kernel>(
+        scratch, b.from(kk, 0), here, cols, [&]<class S>(const arch::RowSource<S>& source) {
+          // Of the rest of K this block only: A's next is not there yet. B's next is announced.
+          for (StripWalk walk(StripsAcross{left, cols, here}); !walk.done() && walk.here().kk == 0;
+               walk.advance()) {
+            multiply_strip_of_rows(strips, a_block, rows, source, walk.here(),
+                                   ahead_across<Kernel>(rows, source, walk, left, cols), c.after(kk));
+          }
+        });
   }
 }
 
@@ -243,14 +274,15 @@ void multiply_columns(Scratch& scratch, TokenForm form, const typename Kernel::C
   }
   Strips<Kernel> strips(scratch);
   with_adjacent_rows<Kernel>(scratch, w, out, k, [&]<class S>(const arch::RowSource<S>& source) {
-    const StripDepths depths{arch::kStripDepth<E>, arch::kStripDepth<E>, k};
+    using Tiles = TilesFor<Kernel, S>;
+    const StripDepths depths{Tiles::kColumnsDepth, Tiles::kColumnsDepth, k};
     for (StripWalk walk(StripsAlongK{k, out, depths}); !walk.done(); walk.advance()) {
       const Strip& strip = walk.here();
       const auto from = source.from_row(strip.col).from_column(strip.kk);
-      strips.template multiply<void>(
+      strips.template multiply<S, void>(
           x + strip.kk, x_stride, tokens, place(from, 0, 0), strip.depth, strip.cols,
           c.after(strip.kk).from(0, strip.col), strips_ahead(source, walk, RowsOfSource::kColumnsOfB),
-          [&](auto* to) { Micro::strip_of_columns(from, strip.cols, strip.depth, to); });
+          [&](auto* to) { Tiles::strip_of_columns(from, strip.cols, strip.depth, to); });
     }
   });
 }

@@ -13,10 +13,11 @@ namespace arch {
 // would ask for 7, but panels are 16 wide. A step is 20 instructions, and where another hyperthread takes every second
 // turn of the front end, 18 (of 6 a cycle) are all that 6 cycles have: so nothing but products between two turns of the
 // prefetch, and four steps to a jump. In place: dot products of 3 rows x 4 tokens, 12 accumulators.
-struct Avx2Microkernel : StripTiles<Avx2Microkernel, float, 6, 1, 16>,
+struct Avx2Microkernel : StripTiles<Avx2Microkernel, float, float, 6, 1, 16, 16>,
                          InPlaceSums<avx2::InPlaceTiles, 8>,
                          InPlaceDots<avx2::InPlaceTiles, 8, 3, 4> {
-  static_assert(kCols == kPanelCols);  // a strip's blocks are panels, for what packs it
+  static constexpr index_t kColumnsDepth = 2 * kStripDepth<float>;  // longer pieces of W's rows come faster
+  static_assert(kBlock == kPanelCols);  // a strip's blocks are panels, for what packs it
   template <class S>
   static void strip_of_rows(const RowSource<S>& src, index_t k, index_t cols, float* strip) {
     avx2::strip_of_rows(src, k, cols, strip);

@@ -15,10 +15,10 @@ namespace arch {
 // products, each broadcast 4. Latency times rate is 8 to 12: 12 accumulators would do.
 // gemm_nt has tokens along the lanes; with up to 14 of them that is mostly no faster than dot products of 4 rows x 6
 // tokens, 24 accumulators, 4 registers of W, 1 of x, for which no lane is left over.
-struct Avx512Bf16Microkernel : StripTiles<Avx512Bf16Microkernel, bf16, 6, 4, 4>,
+struct Avx512Bf16Microkernel : StripTiles<Avx512Bf16Microkernel, bf16, bf16, 6, 4, 64, 4>,
                                InPlaceSums<avx512::InPlacePairTiles, 12>,
                                InPlaceDots<avx512::InPlacePairTiles, 14, 4, 6> {
-  static_assert(kCols == kStripCols);  // a strip is one block, for what packs it
+  static_assert(kBlock == kStripCols);  // a strip is one block, for what packs it
   using RowsAhead = avx512::RowsAhead;
   using TokenLanes = avx512::TokenLanes;
   template <class S>
@@ -33,21 +33,10 @@ struct Avx512Bf16Microkernel : StripTiles<Avx512Bf16Microkernel, bf16, 6, 4, 4>,
   template <int Rows, int Panels, class Ahead>
   AMX_SFT_MOE_TARGET_AVX512_BF16 static void tile(const bf16* a, index_t a_stride, const bf16* strip,
                                                   index_t steps, const SumRows& c, Ahead& ahead) {
-    const __mmask16 there = avx512::lanes_there(c);
     __m512 sum[std::size_t{Rows}][std::size_t{Panels}];
-    AMX_SFT_MOE_UNROLL
-    for (int r = 0; r < Rows; ++r) {
-      AMX_SFT_MOE_UNROLL
-      for (int p = 0; p < Panels; ++p) {
-        sum[r][p] = _mm512_maskz_loadu_ps(there, c.data + r * c.stride + p * kPanelCols);
-      }
-    }
+    avx512::load_sums(c, sum);
     add_products(a, a_stride, strip, steps, sum, ahead);
-    AMX_SFT_MOE_UNROLL
-    for (int r = 0; r < Rows; ++r) {
-      AMX_SFT_MOE_UNROLL
-      for (int p = 0; p < Panels; ++p) _mm512_storeu_ps(c.data + r * c.stride + p * kPanelCols, sum[r][p]);
-    }
+    avx512::store_sums(sum, c);
   }
 
   template <int Rows, class T>

@@ -8,6 +8,17 @@
 AMX_SFT_MOE_NAMESPACE_BEGIN
 namespace arch::avx512 {
 
+// Two rows of 64 bf16 as the pairs of a step along K of a strip.
+AMX_SFT_MOE_INLINE AMX_SFT_MOE_TARGET_AVX512 void step_of_rows(const bf16* even, const bf16* odd, bf16* out) {
+  AMX_SFT_MOE_UNROLL
+  for (int c = 0; c < kStripCols; c += 32, out += 64) {
+    const __m512i a = _mm512_loadu_si512(even + c);
+    const __m512i b = _mm512_loadu_si512(odd + c);
+    _mm512_storeu_si512(out, pairs_of_rows<0>(a, b));
+    _mm512_storeu_si512(out + 32, pairs_of_rows<1>(a, b));
+  }
+}
+
 // src [k, cols], columns adjacent -> strip, whole panels of it.
 template <class E, class S>
 AMX_SFT_MOE_TARGET_AVX512 void strip_of_rows(const RowSource<S>& src, index_t k, index_t cols, E* strip) {
@@ -23,7 +34,13 @@ AMX_SFT_MOE_TARGET_AVX512 void strip_of_rows(const RowSource<S>& src, index_t k,
       return;
     }
   }
-  for (index_t kk = 0; kk < k; kk += kGroup, strip += kStripCols * kGroup) {
+  index_t kk = 0;
+  if constexpr (std::is_same_v<E, bf16> && std::is_same_v<S, bf16>) {
+    if (cols == kStripCols) {
+      for (; kk + 1 < k; kk += 2, strip += 2 * kStripCols) step_of_rows(src.row(kk), src.row(kk + 1), strip);
+    }
+  }
+  for (; kk < k; kk += kGroup, strip += kStripCols * kGroup) {
     pack_step(src, kk, k, cols, 1.0F, strip, kStep);
   }
 }

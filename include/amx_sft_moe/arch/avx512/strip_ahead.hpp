@@ -11,17 +11,7 @@ struct RowsAhead : arch::RowsAhead {
   using arch::RowsAhead::RowsAhead;
 
   AMX_SFT_MOE_INLINE AMX_SFT_MOE_TARGET_AVX512 void turn() {
-    for (index_t units = due(); units > 0; --units, next_unit()) {
-      const bf16* even = row(0);
-      const bf16* odd = row(1);
-      AMX_SFT_MOE_UNROLL
-      for (int p = 0; p < 4; p += 2) {
-        const __m512i a = _mm512_loadu_si512(even + p * kPanelCols);
-        const __m512i b = _mm512_loadu_si512(odd + p * kPanelCols);
-        _mm512_storeu_si512(out() + 2 * p * kPanelCols, pairs_of_rows<0>(a, b));
-        _mm512_storeu_si512(out() + (2 * p + 2) * kPanelCols, pairs_of_rows<1>(a, b));
-      }
-    }
+    for (index_t units = due(); units > 0; --units, next_unit()) step_of_rows(row(0), row(1), out());
   }
 };
 

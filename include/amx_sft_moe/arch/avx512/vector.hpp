@@ -21,6 +21,32 @@ AMX_SFT_MOE_INLINE AMX_SFT_MOE_TARGET_AVX512 __mmask16 lanes_there(const SumRows
   return mask16(c.fresh ? 0 : 16);
 }
 
+// A register tile of C; zeros where nothing is there yet.
+template <std::size_t Rows, std::size_t Panels>
+AMX_SFT_MOE_INLINE AMX_SFT_MOE_TARGET_AVX512 void load_sums(const SumRows& c, __m512 (&sum)[Rows][Panels]) {
+  const __mmask16 there = lanes_there(c);
+  AMX_SFT_MOE_UNROLL
+  for (std::size_t r = 0; r < Rows; ++r) {
+    AMX_SFT_MOE_UNROLL
+    for (std::size_t p = 0; p < Panels; ++p) {
+      sum[r][p] = _mm512_maskz_loadu_ps(
+          there, c.data + static_cast<index_t>(r) * c.stride + static_cast<index_t>(p) * kPanelCols);
+    }
+  }
+}
+template <std::size_t Rows, std::size_t Panels>
+AMX_SFT_MOE_INLINE AMX_SFT_MOE_TARGET_AVX512 void store_sums(const __m512 (&sum)[Rows][Panels],
+                                                             const SumRows& c) {
+  AMX_SFT_MOE_UNROLL
+  for (std::size_t r = 0; r < Rows; ++r) {
+    AMX_SFT_MOE_UNROLL
+    for (std::size_t p = 0; p < Panels; ++p) {
+      _mm512_storeu_ps(c.data + static_cast<index_t>(r) * c.stride + static_cast<index_t>(p) * kPanelCols,
+                       sum[r][p]);
+    }
+  }
+}
+
 AMX_SFT_MOE_INLINE AMX_SFT_MOE_TARGET_AVX512 __m512 load16(const bf16* p, __mmask16 lanes) {
   return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_maskz_loadu_epi16(lanes, p)), 16));
 }

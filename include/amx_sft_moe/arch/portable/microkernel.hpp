@@ -12,7 +12,7 @@ namespace arch {
 
 // 4 x 8 accumulators are 8 of the 16 xmm registers; 2 hold B and 1 the broadcast element of A, and mul + add
 // (there is no FMA in SSE2) needs one more. 6 x 8 spills with GCC 12. So a panel is two products of 8 columns.
-struct PortableMicrokernel : StripTiles<PortableMicrokernel, float, 4, 1, 16> {
+struct PortableMicrokernel : StripTiles<PortableMicrokernel, float, float, 4, 1, 16, 16> {
   // src [k, cols], columns adjacent -> strip, whole panels of it.
   template <class S>
   static void strip_of_rows(const RowSource<S>& src, index_t k, index_t cols, float* strip) {
