@@ -26,8 +26,8 @@ inline constexpr index_t kStripDepth = kStripBytes / kStripCols / index_t{sizeof
 // (benchmarks/LOG.md, "Deeper strips").
 inline constexpr index_t kMostAheadDepth = 1024;
 inline constexpr index_t kMostStripBytes = kMostAheadDepth * kStripCols * index_t{sizeof(bf16)};
-// Strips of bf16 that are multiplied with floats (benchmarks/LOG.md, "Strips of bf16 for floats"). Of rows: a strip and the rows
-// that the next one is made from share an L1 of 32 KiB. Of columns: as deep as strips that are made ahead, since longer pieces
+// Strips of bf16 that are multiplied with floats (benchmarks/LOG.md, "Strips of bf16 for floats"). Of rows: half
+// of an L1 of 32 KiB, beside rows of A and C. Of columns: as deep as strips that are made ahead, since longer pieces
 // of W's rows come faster than short ones, and a strip is read from L2 as fast as it is multiplied. Few rows of A: as long
 // pieces of B's rows are asked for together, 128 rows of them a fifth of 1 MiB of L2.
 inline constexpr index_t kWidenedRowsDepth = 128, kWidenedColumnsDepth = kMostAheadDepth;

@@ -16,19 +16,12 @@ namespace arch {
 // gemm_nt has tokens along the lanes; with up to 14 of them that is mostly no faster than dot products of 4 rows x 6
 // tokens, 24 accumulators, 4 registers of W, 1 of x, for which no lane is left over.
 struct Avx512Bf16Microkernel : StripTiles<Avx512Bf16Microkernel, bf16, bf16, 6, 4, 64, 4>,
+                               avx512::MakesStrips<bf16>,
                                InPlaceSums<avx512::InPlacePairTiles, 12>,
                                InPlaceDots<avx512::InPlacePairTiles, 14, 4, 6> {
   static_assert(kBlock == kStripCols);  // a strip is one block, for what packs it
   using RowsAhead = avx512::RowsAhead;
   using TokenLanes = avx512::TokenLanes;
-  template <class S>
-  static void strip_of_rows(const RowSource<S>& src, index_t k, index_t cols, bf16* strip) {
-    avx512::strip_of_rows(src, k, cols, strip);
-  }
-  template <class S>
-  static void strip_of_columns(const RowSource<S>& src, index_t cols, index_t k, bf16* strip) {
-    avx512::strip_of_columns(src, cols, k, strip);
-  }
 
   template <int Rows, int Panels, class Ahead>
   AMX_SFT_MOE_TARGET_AVX512_BF16 static void tile(const bf16* a, index_t a_stride, const bf16* strip,

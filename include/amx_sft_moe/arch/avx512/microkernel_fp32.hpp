@@ -11,18 +11,10 @@ namespace arch {
 // Strips of bf16. 12 rows x 32 columns: 24 accumulators, 2 registers of pairs, 2 of one element of each, 1 broadcast of the
 // 32 zmm. To widen a pair is 2 instructions of the units that multiply, for 24 products: at 6 rows x 64 columns for 12.
 // Against strips of floats, half as many lines are written and read, and a strip leaves room in L1.
-struct Avx512PairTiles : StripTiles<Avx512PairTiles, float, bf16, 12, 2, 64, 16> {
+struct Avx512PairTiles : StripTiles<Avx512PairTiles, float, bf16, 12, 2, 64, 16>, avx512::MakesStrips<bf16> {
   static constexpr index_t kRowsDepth = kWidenedRowsDepth, kColumnsDepth = kWidenedColumnsDepth;
   static constexpr index_t kPieceCols = kWidenedPieceCols;
   static_assert(kBlock == kStripCols);  // a strip is one block, for what packs it
-  template <class S>
-  static void strip_of_rows(const RowSource<S>& src, index_t k, index_t cols, bf16* strip) {
-    avx512::strip_of_rows(src, k, cols, strip);
-  }
-  template <class S>
-  static void strip_of_columns(const RowSource<S>& src, index_t cols, index_t k, bf16* strip) {
-    avx512::strip_of_columns(src, cols, k, strip);
-  }
 
   template <int Rows, int Panels, class Ahead>
   AMX_SFT_MOE_TARGET_AVX512 static void tile(const float* a, index_t a_stride, const bf16* strip, index_t steps,
@@ -83,21 +75,13 @@ struct Avx512PairTiles : StripTiles<Avx512PairTiles, float, bf16, 12, 2, 64, 16>
 // serves 6 products, each broadcast 4. Latency times rate is 8: 12 accumulators would do.
 // In place: dot products of 3 rows x 8 tokens, 24 accumulators, 3 registers of W, 1 of x.
 struct Avx512Microkernel : StripTiles<Avx512Microkernel, float, float, 6, 4, 64, 4>,
+                           avx512::MakesStrips<float>,
                            InPlaceSums<avx512::InPlaceTiles, 12>,
                            InPlaceDots<avx512::InPlaceTiles, 12, 3, 8> {
   static_assert(kBlock == kStripCols);  // a strip is one block, for what packs it
   template <class S>
   using TilesFor = std::conditional_t<std::is_same_v<S, bf16>, Avx512PairTiles, Avx512Microkernel>;
   static constexpr index_t kKUnit = Avx512PairTiles::kKUnit;
-
-  template <class S>
-  static void strip_of_rows(const RowSource<S>& src, index_t k, index_t cols, float* strip) {
-    avx512::strip_of_rows(src, k, cols, strip);
-  }
-  template <class S>
-  static void strip_of_columns(const RowSource<S>& src, index_t cols, index_t k, float* strip) {
-    avx512::strip_of_columns(src, cols, k, strip);
-  }
 
   template <int Rows, int Panels, class Ahead>
   AMX_SFT_MOE_TARGET_AVX512 static void tile(const float* a, index_t a_stride, const float* strip,

@@ -86,5 +86,18 @@ AMX_SFT_MOE_TARGET_AVX512 void strip_of_columns(const RowSource<S>& src, index_t
   }
 }
 
+// What a microkernel over strips of E has to make them.
+template <class E>
+struct MakesStrips {
+  template <class S>
+  static void strip_of_rows(const RowSource<S>& src, index_t k, index_t cols, E* strip) {
+    avx512::strip_of_rows(src, k, cols, strip);
+  }
+  template <class S>
+  static void strip_of_columns(const RowSource<S>& src, index_t cols, index_t k, E* strip) {
+    avx512::strip_of_columns(src, cols, k, strip);
+  }
+};
+
 }  // namespace arch::avx512
 AMX_SFT_MOE_NAMESPACE_END
