@@ -154,14 +154,15 @@ def test_the_plan_covers_the_check(shape: LayerShape, rank: int, tokens: int) ->
 def test_the_plan_covers_a_step(dtype: str, top_k: int) -> None:
     shape = dataclasses.replace(SHAPES["small"], top_k=top_k)
     layer = Layer(dataclasses.replace(TINY, shape=shape, dtype=dtype, lora_dtype=dtype))
-    batch = layer.batch(1024)
+    batch = layer.batch(4096)
     op = layer.operator()
     y = op.forward_sft(batch.x, batch.expert_ids, batch.routing_weights)
     saved = op.memory()["saved_bytes"]
     grad_x = op.backward(batch.grad_y).grad_x
     tensors = [batch.x, batch.expert_ids, batch.routing_weights, batch.grad_y, y, grad_x]
     held = op.memory()["workspace_bytes"] + saved + sum(tensor.nbytes for tensor in tensors)
-    assert held <= bytes_of_step(layer.options, batch.tokens)
+    planned = bytes_of_step(layer.options, batch.tokens)
+    assert 0.5 * planned < held <= planned
 
 
 def test_a_layer_that_does_not_fit() -> None:

@@ -9,9 +9,11 @@ from .options import Options
 
 BYTES = {"bfloat16": 2, "float32": 4}
 FLOAT64 = 8
-# What does not grow with the layer: Python with torch, 230 MB, buffers of torch's products, 35 MB, freed memory
-# that malloc keeps, up to 32 MB, and each thread's packed weights.
+# What does not grow with the layer: Python with torch, 230 MB, buffers of torch's products, 35 MB, and freed
+# memory that malloc keeps, up to 32 MB.
 PROCESS = 3 << 27
+# A thread's packed weights and staged rows: up to 2.5 MB for hidden = 7168, 8.9 MB of kernel onednn.
+OF_THREAD = 9 << 20
 
 
 def _factor_elements(options: Options) -> int:
@@ -29,11 +31,11 @@ def bytes_of_experts(options: Options) -> int:
 
 def bytes_of_step(options: Options, tokens: int) -> int:
     """Inputs, results, saved activations and workspace of a step of the operator, roughly: scores of the
-    routing, x, y and their gradients, and some buffers of routed rows in fp32."""
+    routing, x, y and their gradients, some buffers of routed rows in fp32, and what each thread packs."""
     shape = options.shape
     of_tokens = 4 * shape.experts + 4 * shape.hidden * BYTES[options.dtype]
     of_rows = 4 * (5 * shape.hidden + 6 * shape.intermediate + 6 * options.rank)
-    return tokens * (of_tokens + shape.top_k * of_rows)
+    return tokens * (of_tokens + shape.top_k * of_rows) + options.threads * OF_THREAD
 
 
 def bytes_of_reference(options: Options) -> int:
