@@ -5,7 +5,9 @@
 #pragma once
 
 #include <cmath>
+#include <map>
 #include <stdexcept>
+#include <string>
 
 #include "problem.hpp"
 #include "random.hpp"
@@ -82,8 +84,13 @@ struct ExactInBf16 {
   }
 };
 
+// Seeds are tried until one gives such a problem; the next search for a case of the same name begins where the last one
+// ended, since of some cases dozens fail.
 inline Problem integer_problem(const Case& c, const Storage& storage, DType weights) {
-  for (unsigned seed = 1; seed < 400; ++seed) {
+  static std::map<std::string, unsigned> found;
+  constexpr unsigned kSeeds = 400;
+  unsigned& seed = found.try_emplace(c.name, 1).first->second;
+  for (unsigned tried = 0; tried < kSeeds; ++tried, seed = seed % kSeeds + 1) {
     Random random(seed);
     reference::Layer layer = integer_layer(random, c);
     reference::Batch batch = integer_batch(random, c);

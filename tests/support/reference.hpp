@@ -98,12 +98,21 @@ void apply(Hook& hook, Site site, Vector& values) {
   for (double& value : values) value = hook(site, value);
 }
 
+// sum over j of a[j] b[j]; in four parts, since a lone sum waits for itself: most of the tests' time was here.
+inline double dot(const double* a, const double* b, int n) {
+  double sum[4] = {};
+  int j = 0;
+  for (; j + 4 <= n; j += 4) {
+    for (int part = 0; part < 4; ++part) sum[part] += a[j + part] * b[j + part];
+  }
+  for (; j < n; ++j) sum[0] += a[j] * b[j];
+  return (sum[0] + sum[1]) + (sum[2] + sum[3]);
+}
+
 // out[i] = sum over j of m[i, j] v[j]
 inline Vector times(const double* m, int rows, int cols, const Vector& v) {
   Vector out(static_cast<std::size_t>(rows), 0.0);
-  for (int i = 0; i < rows; ++i) {
-    for (int j = 0; j < cols; ++j) out[i] += m[static_cast<std::size_t>(i) * cols + j] * v[j];
-  }
+  for (int i = 0; i < rows; ++i) out[i] = dot(m + static_cast<std::size_t>(i) * cols, v.data(), cols);
   return out;
 }
 
@@ -111,7 +120,8 @@ inline Vector times(const double* m, int rows, int cols, const Vector& v) {
 inline Vector transposed_times(const double* m, int rows, int cols, const Vector& v) {
   Vector out(static_cast<std::size_t>(cols), 0.0);
   for (int i = 0; i < rows; ++i) {
-    for (int j = 0; j < cols; ++j) out[j] += v[i] * m[static_cast<std::size_t>(i) * cols + j];
+    const double factor = v[i];
+    for (int j = 0; j < cols; ++j) out[j] += factor * m[static_cast<std::size_t>(i) * cols + j];
   }
   return out;
 }
@@ -123,7 +133,8 @@ inline void add_scaled(Vector& to, double factor, const Vector& from) {
 // m[i, j] += factor left[i] right[j]
 inline void add_outer(double* m, double factor, const Vector& left, const Vector& right) {
   for (std::size_t i = 0; i < left.size(); ++i) {
-    for (std::size_t j = 0; j < right.size(); ++j) m[i * right.size() + j] += factor * left[i] * right[j];
+    const double of_row = factor * left[i];
+    for (std::size_t j = 0; j < right.size(); ++j) m[i * right.size() + j] += of_row * right[j];
   }
 }
 
