@@ -3,6 +3,7 @@
 #include <gtest/gtest.h>
 
 #include <algorithm>
+#include <array>
 #include <cmath>
 #include <vector>
 
@@ -116,6 +117,35 @@ TYPED_TEST(InPlace, BothOrdersAreExactForRowsOfPages) {
 TYPED_TEST(InPlace, BothOrdersOfDotProductsAreExact) {
   for (const index_t k : {64, 65, 96, 301, 2049}) {
     for (const index_t outs : {1, 3, 7, 64}) this->dots_are_exact(k, outs);
+  }
+}
+
+// Strips pad an odd K, products in place do not: neither makes +0 of a sum that has become -0, as of a product that is too
+// small for a float.
+template <class Kernel>
+class SignOfZero : public InPlace<Kernel> {};
+using KernelsOfFloats =
+    testing::Types<kernels::Avx512<bf16>, kernels::Avx512<float>, kernels::Avx2<bf16>, kernels::Avx2<float>>;
+TYPED_TEST_SUITE(SignOfZero, KernelsOfFloats);
+
+TYPED_TEST(SignOfZero, IsThatOfTheLastSum) {
+  using Weight = typename TypeParam::Weight;
+  constexpr index_t kCols = 64;
+  gemm::Scratch scratch;
+  gemm::ThreadContext<TypeParam> thread(scratch);
+  for (const index_t k : {65, 66}) {
+    for (const index_t rows : {1, 8, 12, 13, 16}) {
+      std::vector<float> a(static_cast<std::size_t>(rows * k), 0.0F);
+      std::vector<Weight> b(static_cast<std::size_t>(k * kCols), Weight{});
+      for (index_t r = 0; r < rows; ++r) a[static_cast<std::size_t>((r + 1) * k - 1)] = 1e-30F;
+      std::fill(b.end() - kCols, b.end(), from_float<Weight>(-1e-30F));
+      const arch::RowSource<float> rows_of_a{a.data(), k, 1, nullptr};
+      const arch::RowSource<Weight> rows_of_b{b.data(), kCols, 1, nullptr};
+      const std::array<gemm::NnTerm, 1> terms{{{rows_of_a, rows_of_b, k}}};
+      gemm::gemm_nn<TypeParam>(thread, rows, kCols, terms, [&](const gemm::Block& block) {
+        EXPECT_TRUE(block.c[0] == 0 && std::signbit(block.c[0])) << rows << " rows, K = " << k;
+      });
+    }
   }
 }
 

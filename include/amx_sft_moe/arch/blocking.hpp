@@ -16,7 +16,7 @@ namespace arch {
 // registers, whose moves compete with the arithmetic.
 inline constexpr index_t kStripCols = 64;
 // Of a strip: an L1 of 32 KiB, two thirds of one of 48. The deeper, the less often C passes through registers; but with
-// 64 KiB of floats few rows take up to 1.4 times as long (benchmarks/LOG.md, "Strips of floats").
+// 64 KiB of floats made of rows of B few rows of A take up to 1.4 times as long (benchmarks/LOG.md, "Strips of floats").
 inline constexpr index_t kStripBytes = index_t{32} << 10;
 // Elements along K: 128 of fp32, 256 of bf16.
 template <class E>
@@ -32,8 +32,8 @@ inline constexpr index_t kMostStripBytes = kMostAheadDepth * kStripCols * index_
 // pieces of B's rows are asked for together, 128 rows of them a fifth of 1 MiB of L2.
 inline constexpr index_t kWidenedRowsDepth = 128, kWidenedColumnsDepth = kMostAheadDepth;
 inline constexpr index_t kWidenedPieceCols = 768;
-// Rows of A from which strips of gemm_nn are that deep: with fewer, lines of a strip that has left L1 come back more slowly
-// than it is written (benchmarks/LOG.md, "Zen 5").
+// Rows of A from which strips of gemm_nn are kMostAheadDepth deep: with fewer, lines of a strip that has left L1 come back more
+// slowly than it is written (benchmarks/LOG.md, "Zen 5"). And from which no pieces of kWidenedPieceCols are asked for.
 inline constexpr index_t kRowsOfDeepStrips = 48;
 // Steps of K that few rows of A (fewer than kRowsOfDeepStrips) have with all columns of B before the next: a step is a row
 // of B, often on a page of its own, and so many pages stay translated from one strip of columns to the next

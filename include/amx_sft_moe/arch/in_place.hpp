@@ -208,7 +208,7 @@ struct DotAhead {
       return;
     }
     AMX_SFT_MOE_UNROLL
-    for (int r = 0; r < Rows; ++r) ask_for_line<2>(reinterpret_cast<std::uintptr_t>(far[r] + (kk >> shift)));
+    for (int r = 0; r < Rows; ++r) ask_for_line(reinterpret_cast<std::uintptr_t>(far[r] + (kk >> shift)));
   }
 };
 

@@ -50,11 +50,10 @@ struct NothingAhead {
   AMX_SFT_MOE_INLINE void turn() {}
 };
 
-// The line at an address, into L1 or L2.
-template <int kLocality>
+// The line at an address, into L2.
 AMX_SFT_MOE_INLINE void ask_for_line(std::uintptr_t at) {
   // NOLINTNEXTLINE(performance-no-int-to-ptr): nothing is read through it
-  __builtin_prefetch(reinterpret_cast<const char*>(at), 0, kLocality);
+  __builtin_prefetch(reinterpret_cast<const char*>(at), 0, 2);
 }
 
 // `units` spread over `turns` so that a turn takes the same way as the one before: as many each time, one more in the first
@@ -102,8 +101,8 @@ class PacedPrefetch {
  private:
   AMX_SFT_MOE_INLINE void ask() {
     const index_t second = done_ + kLineBytes < row_bytes_ ? done_ + kLineBytes : done_;
-    ask_for_line<2>(row_ + static_cast<std::uintptr_t>(done_));
-    ask_for_line<2>(row_ + static_cast<std::uintptr_t>(second));
+    ask_for_line(row_ + static_cast<std::uintptr_t>(done_));
+    ask_for_line(row_ + static_cast<std::uintptr_t>(second));
     done_ += kLinePairBytes;
     if (done_ < row_bytes_) return;
     done_ = 0;
@@ -131,7 +130,7 @@ class LeadingRows {
   std::uintptr_t row() const { return row_; }  // 0: none is left
   bool any() const { return row_ != 0; }
   AMX_SFT_MOE_INLINE void ask(index_t offset) const {
-    ask_for_line<2>(row_ + static_cast<std::uintptr_t>(offset));
+    ask_for_line(row_ + static_cast<std::uintptr_t>(offset));
   }
   AMX_SFT_MOE_INLINE void next() {
     if (row_ != 0) row_ = --left_ == 0 ? later_ : row_ + static_cast<std::uintptr_t>(stride_);

@@ -25,6 +25,7 @@ namespace arch {
 //   static void tile(const E* a, index_t a_stride, const T* strip, index_t steps, const SumRows& c, Ahead& ahead);
 // which adds to C [R, 16 P] the products of `steps` pairings (arch/operands.hpp) along K, and before every StepsATurn
 // of them, or the rest, has ahead.turn(), neither more often nor less: what Ahead makes is whole after that many turns; and
+// for finish()
 //   template <int R, class To>
 //   static void finished_tile(const E* a, index_t a_stride, const T* strip, index_t steps, const FinishedRows<To>& to);
 // whose products, of all Panels, go to rows of To from registers, with the same bits as by way of C.
@@ -81,7 +82,7 @@ struct StripTiles {
     if (to.past_caches) _mm_sfence();  // such stores are not in order with those that tell that a task is done
   }
 
-  // Whether tiles that go to rows of T there are whole cache lines.
+  // Whether tiles that go to rows of To there are whole cache lines.
   template <class To>
   static bool whole_lines(const To* data, index_t row_stride) {
     constexpr index_t kLineElements = kLineBytes / index_t{sizeof(To)};

@@ -133,6 +133,8 @@ class Strips {
                 const arch::SumRows& c, const arch::BytesAhead& ahead, Make&& make) {
     using Tiles = TilesFor<Kernel, S>;
     using T = typename Tiles::StripElement;
+    constexpr index_t kDepth = std::max(Tiles::kRowsDepth, Tiles::kColumnsDepth);
+    static_assert(kDepth * arch::kStripCols * index_t{sizeof(T)} <= kBytes);
     if (std::exchange(next_from_, 0) == from) {
       std::swap(strip_, next_);
     } else {
@@ -193,7 +195,8 @@ index_t strip_depth(const AnyRows& b) {
 }
 
 // What memory is asked for, or the next strip made from, while `rows` rows meet one of StripsAcross. Many rows don't wait for
-// memory, and their C needs the room in L2 that a piece would take.
+// memory, and their C needs the room in L2 that a piece would take. Of the last steps of K few columns are one piece, behind
+// which there is none.
 template <class Kernel, class S>
 arch::BytesAhead ahead_across(index_t rows, const arch::RowSource<S>& source,
                               const StripWalk<StripsAcross>& walk, index_t k, index_t cols) {
@@ -202,7 +205,9 @@ arch::BytesAhead ahead_across(index_t rows, const arch::RowSource<S>& source,
     return strips_ahead(source, walk, RowsOfSource::kRowsOfB);
   }
   if (source.row_index != nullptr) return {};
-  const index_t wide = rows < arch::kRowsOfDeepStrips ? TilesFor<Kernel, S>::kPieceCols : arch::kStripCols;
+  constexpr index_t kPieceCols = TilesFor<Kernel, S>::kPieceCols;
+  const bool pieces = rows < arch::kRowsOfDeepStrips && (cols > kPieceCols || walk.here().depth < k);
+  const index_t wide = pieces ? kPieceCols : arch::kStripCols;
   const Strip piece = piece_ahead(walk.here(), k, cols, wide);
   if (piece.depth == 0) return {};
   const index_t stride = piece.depth > 1 ? source.row_stride * kSize : 0;
@@ -239,7 +244,8 @@ void multiply_rows(Scratch& scratch, const AnyRows& a, index_t rows, const AnyRo
   using Micro = typename Kernel::Microkernel;
   if constexpr (SumsInPlace<Kernel>) {
     if (Micro::in_place(k, rows)) {
-      const auto a_rows = adjacent_rows<Kernel>(scratch.a_rows, a, rows, k, Micro::kKUnit);
+      constexpr index_t kUnit = arch::kPairing<typename Kernel::Compute>;
+      const auto a_rows = adjacent_rows<Kernel>(scratch.a_rows, a, rows, k, kUnit);
       return with_adjacent_rows<Kernel>(scratch, b, k, cols, [&](const auto& source) {
         Micro::multiply_in_place(a_rows.data, a_rows.row_stride, rows, source, k, cols, c);
       });

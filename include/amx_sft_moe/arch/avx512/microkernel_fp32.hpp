@@ -10,11 +10,22 @@ namespace arch {
 
 // Strips of bf16. 12 rows x 32 columns: 24 accumulators, 2 registers of pairs, 2 of one element of each, 1 broadcast of the
 // 32 zmm. To widen a pair is 2 instructions of the units that multiply, for 24 products: at 6 rows x 64 columns for 12.
-// Against strips of floats, half as many lines are written and read, and a strip leaves room in L1.
-struct Avx512PairTiles : StripTiles<Avx512PairTiles, float, bf16, 12, 2, 64, 16>, avx512::MakesStrips<bf16> {
+// Against strips of floats, half as many lines are written and read, and a strip of rows leaves room in L1.
+struct Avx512PairTiles : StripTiles<Avx512PairTiles, float, bf16, 12, 2, 64, 16> {
   static constexpr index_t kRowsDepth = kWidenedRowsDepth, kColumnsDepth = kWidenedColumnsDepth;
   static constexpr index_t kPieceCols = kWidenedPieceCols;
   static_assert(kBlock == kStripCols);  // a strip is one block, for what packs it
+
+  template <class S>
+  static void strip_of_rows(const RowSource<S>& src, index_t k, index_t cols, bf16* strip) {
+    avx512::strip_of_rows(src, k, cols, strip);
+    if (k % 2 != 0) close_last_pairs(strip + (k - 1) * kStripCols);
+  }
+  template <class S>
+  static void strip_of_columns(const RowSource<S>& src, index_t cols, index_t k, bf16* strip) {
+    avx512::strip_of_columns(src, cols, k, strip);
+    if (k % 2 != 0) close_last_pairs(strip + (k - 1) * kStripCols);
+  }
 
   template <int Rows, int Panels, class Ahead>
   AMX_SFT_MOE_TARGET_AVX512 static void tile(const float* a, index_t a_stride, const bf16* strip, index_t steps,
@@ -48,6 +59,12 @@ struct Avx512PairTiles : StripTiles<Avx512PairTiles, float, bf16, 12, 2, 64, 16>
   }
 
  private:
+  // What is missing of pairs of an odd K is -0: with A's zero there a product is -0, which leaves any sum as it is, like
+  // products in place and strips of floats, which have none. That of +0 would make +0 of a sum of -0.
+  static void close_last_pairs(bf16* pairs) {
+    for (index_t i = 0; i < kStripCols; ++i) pairs[2 * i + 1] = bf16{0x8000};
+  }
+
   // Of 12 rows one offset each would have to be in a register, more than there are, and the compiler would load them anew
   // in every step. From a pointer, once and twice the distance of rows are part of an instruction.
   static constexpr int kRowsOfPointer = 3;
