@@ -96,6 +96,10 @@ class Gradients:
         return f"Gradients({shapes})"
 
 
+def _any(factors: Iterable[Tensor | None]) -> bool:
+    return any(factor is not None for factor in factors)
+
+
 class SftMoe:
     """Experts of one MoE layer with LoRA: ``y[t] = sum over routes of w * down(act(gate(x), up(x)))``.
 
@@ -261,7 +265,7 @@ class SftMoe:
         up_scaling: float | None = None,
         down_scaling: float | None = None,
     ) -> None:
-        """Sets the LoRA factors, ``W + scaling B A`` per expert; without arguments removes them.
+        """Sets all LoRA factors, ``W + scaling B A`` per expert; without arguments removes them.
 
         Factors are bfloat16 or float32 of any strides and are read anew in every call: nothing has to be
         called after an optimiser step. A projection without factors has no adapter. Where ``gate_lora_a`` and
@@ -273,14 +277,15 @@ class SftMoe:
             gate_lora_b, up_lora_b: ``[E, I, r]``; ``down_lora_b``: ``[E, H, r]``.
             gate_up_lora_a: ``[E, r, H]``, one A that gate and up share, instead of four gate and up factors.
             gate_up_lora_b: ``[E, 2I, r]``, gate rows first.
-            gate_scaling, up_scaling, down_scaling: default ``lora_alpha / r``, or 1 without ``lora_alpha``.
+            gate_scaling, up_scaling, down_scaling: default ``lora_alpha / r``, or 1 without ``lora_alpha``;
+                only beside factors of that projection.
 
         Raises:
             ArgumentError, TypeError: an argument does not fit. StateError: another thread is in this object.
         """
         separate = (gate_lora_a, gate_lora_b, up_lora_a, up_lora_b)
         shared = gate_up_lora_a is not None or gate_up_lora_b is not None
-        if shared and any(factor is not None for factor in separate):
+        if shared and _any(separate):
             raise TypeError(
                 "set_lora: expected either gate_up_lora_a and _b or separate gate and up factors, got both"
             )
@@ -293,7 +298,12 @@ class SftMoe:
                 ("down_scaling", down_scaling),
             )
         ]
-        self._core.set_lora(_core.LoraFactors(shared, (*gate_up, down_lora_a, down_lora_b), scaling))
+        factors = (*gate_up, down_lora_a, down_lora_b)
+        adapted = (shared or _any(factors[:2]), shared or _any(factors[2:4]), _any(factors[4:]))
+        for name, value, has_factors in zip(("gate", "up", "down"), scaling, adapted, strict=True):
+            if value is not None and not has_factors:
+                raise ArgumentError(f"{name}_scaling: expected None without factors of {name}, got {value}")
+        self._core.set_lora(_core.LoraFactors(shared, factors, scaling))
 
     def forward_sft(
         self,

@@ -227,7 +227,7 @@ def loras(draw: Any, sizes: Extents, alpha: float | None, scalings: bool = True)
     arguments = {name: value for name, value in arguments.items() if value is not None}
     scaling = [1.0 if alpha is None or rank == 0 else alpha / rank for rank in ranks]
     for p, name in enumerate(PROJECTIONS):
-        if scalings and draw(st.booleans()):
+        if scalings and factors[f"{name}_lora_b"] is not None and draw(st.booleans()):
             scaling[p] = arguments[f"{name}_scaling"] = draw(st.sampled_from([1.0, 0.5, -2.0, 0.0]))
     return Lora(arguments, factors, tuple(scaling), tuple(ranks))
 

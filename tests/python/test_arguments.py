@@ -180,6 +180,15 @@ def test_set_base(changes: dict[str, Any], error: type[Exception], words: list[s
         ({"gate_up_lora_a": bf16(4, 3, 32), "up_lora_a": bf16(4, 3, 32)}, TypeError, ["both"]),
         ({"gate_scaling": "high"}, TypeError, ["gate_scaling", "high"]),
         *[
+            ({f"{name}_scaling": 0.5}, ArgumentError, [f"{name}_scaling", f"without factors of {name}", "0.5"])
+            for name in ("gate", "up", "down")
+        ],
+        (
+            {"gate_up_lora_a": bf16(4, 3, 32), "gate_up_lora_b": bf16(4, 48, 3), "down_scaling": 2},
+            ArgumentError,
+            ["down_scaling", "without factors of down", "2.0"],
+        ),
+        *[
             ({f"{name}_scaling": value}, ArgumentError, [f"{name}_scaling", "finite", words])
             for name in ("gate", "up", "down")
             for value, words in ((float("inf"), "inf"), (1e300, "float32, got 1e+300"))
