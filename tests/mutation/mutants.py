@@ -109,7 +109,7 @@ _LEFT_OUT = re.compile(
     r"|\bpages\b|PagesAhead|\btranslate\(|const index_t (lead|most|there) =|const bool last ="
     # Sizes of blocks, and when B is read in place: speed only.
     r"|kStripBytes =|kStripDepth =|kFarRows =|k <= k\w*Steps|part_of_columns|parts\)|parts ="
-    r"|k(Widened)?(Rows|Columns)Depth =|k(Widened)?PieceCols =|const (bool pieces|index_t wide) ="
+    r"|k(Widened)?(Rows|Columns)Depth =|k(Widened)?PieceCols =|const bool pieces =|const index_t wide = pieces"
     r"|<= arch::kFewFactorRows|const bool rounded ="
     # Whether a result is left in the caches: where it may be, and that others see it in time.
     r"|past_caches|_mm_sfence|kCols % kLineElements|read_soon"
