@@ -1,5 +1,5 @@
-// Products in place ask memory for rows to come in one of two orders, by what the CPU likes. Each has the same bits,
-// those of exact sums, whichever CPU this is.
+// Products in place have the bits of exact sums, whichever CPU this is: in either order in which memory is asked for rows to
+// come, where it depends on the CPU, and by blocks of rows.
 #include <gtest/gtest.h>
 
 #include <algorithm>
@@ -50,19 +50,29 @@ class InPlace : public testing::Test {
     return sum;
   }
 
-  // C = A [1 to 16 rows, k] x B [k, cols].
+  // Blocks are always asked for in order.
+  static void multiply(const E* a, index_t stride, index_t rows, const arch::RowSource<W>& b, index_t k,
+                       index_t cols, const arch::SumRows& c, bool in_order) {
+    if constexpr (requires { Micro::multiply_in_place(a, stride, rows, b, k, cols, c, in_order); }) {
+      return Micro::multiply_in_place(a, stride, rows, b, k, cols, c, in_order);
+    } else {
+      Micro::multiply_in_place(a, stride, rows, b, k, cols, c);
+    }
+  }
+
+  // C = A [1 to 17 rows, k] x B [k, cols].
   void sums_are_exact(index_t k, index_t cols) {
     const index_t stride = round_up(k, 32);
     const sft_test::GuardedMemory memory(static_cast<std::size_t>(k * cols) * sizeof(W), sft_test::Edge::kEnd);
     const W* b = weights(memory, k * cols);
-    for (index_t rows = 1; rows <= 16; ++rows) {
+    for (index_t rows = 1; rows <= 17; ++rows) {
       if (!Micro::in_place(k, rows)) continue;
       const AlignedBuffer<E> a = rows_of_x(rows, k, stride);
       for (const bool in_order : {false, true}) {
         const index_t c_stride = round_up(cols, 64) + 32;
         std::vector<float> c(static_cast<std::size_t>(rows * c_stride), std::nanf(""));
         const arch::RowSource<W> source{b, cols, 1, nullptr};
-        Micro::multiply_in_place(a.data(), stride, rows, source, k, cols, {c.data(), c_stride, true}, in_order);
+        multiply(a.data(), stride, rows, source, k, cols, {c.data(), c_stride, true}, in_order);
         for (index_t r = 0; r < rows; ++r) {
           for (index_t j = 0; j < cols; ++j) {
             ASSERT_EQ(product(a.data() + r * stride, b + j, cols, k),
@@ -112,6 +122,10 @@ TYPED_TEST(InPlace, BothOrdersAreExactForFewColumns) {
 
 TYPED_TEST(InPlace, BothOrdersAreExactForRowsOfPages) {
   for (const index_t k : {9, 12, 31, 64}) this->sums_are_exact(k, 2050);
+}
+
+TYPED_TEST(InPlace, BothOrdersAreExactForRowsLongerThanABlocks) {
+  this->sums_are_exact(19, arch::kBlockRowBytes / index_t{sizeof(typename TypeParam::Weight)} + 33);
 }
 
 TYPED_TEST(InPlace, BothOrdersOfDotProductsAreExact) {

@@ -186,6 +186,41 @@ TEST(StripWalk, AnnouncesTheNextTwo) {
   });
 }
 
+// Each element once; all steps along K of as many columns as a block has before the next, and blocks that get no more than twice
+// as large as the one before, for memory is asked for in its time.
+void expect_all_blocks(index_t k, index_t cols, index_t element) {
+  index_t kk = 0, col = 0, steps = arch::kFirstBlockSteps / 2;
+  arch::BlockOfRows announced;
+  for (arch::BlockWalk walk(k, cols, element); !walk.done(); walk.advance()) {
+    const arch::BlockOfRows& block = walk.here();
+    if (announced.steps > 0) {
+      ASSERT_EQ(announced.steps, block.steps) << k << " x " << cols;
+    }
+    ASSERT_EQ(std::pair(kk, col), std::pair(block.kk, block.col)) << k << " x " << cols;
+    ASSERT_GT(block.steps, 0) << k << " x " << cols;
+    ASSERT_LE(block.steps, std::min(2 * steps, arch::kBlockSteps)) << k << " x " << cols;
+    ASSERT_LE(block.cols * element, arch::kBlockRowBytes) << k << " x " << cols;
+    if (block.steps > arch::kFirstBlockSteps) {
+      ASSERT_LE(block.steps * block.cols * element, arch::kBlockBytes) << k << " x " << cols;
+    }
+    steps = block.steps;
+    announced = walk.next();
+    kk += block.steps;
+    ASSERT_LE(kk, k) << cols;
+    if (kk == k) kk = 0, col += block.cols;
+  }
+  EXPECT_EQ(0, announced.steps);
+  EXPECT_EQ(k > 0 ? cols : 0, col) << k;
+}
+
+TEST(BlockWalk, MeetsEachElementOnce) {
+  for (const index_t element : {2, 4}) {
+    for (const index_t cols : {0, 1, 64, 2880, 4096, 8192, 8193, 20000}) {
+      for (const index_t k : {0, 1, 8, 9, 24, 57, 1536}) expect_all_blocks(k, cols, element);
+    }
+  }
+}
+
 TEST(EvenPart, PartsAreOfWholeLinesAndDifferByOne) {
   for (index_t k = 1; k <= 4096; ++k) {
     const index_t parts = ceil_div(k, kFirst);

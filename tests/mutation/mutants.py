@@ -110,7 +110,8 @@ _LEFT_OUT = re.compile(
     # Sizes of blocks, and when B is read in place: speed only.
     r"|kStripBytes =|kStripDepth =|kFarRows =|k <= k\w*Steps|part_of_columns|parts\)|parts ="
     r"|k(Widened)?(Rows|Columns)Depth =|k(Widened)?PieceCols =|const bool pieces =|const index_t wide = pieces"
-    r"|<= arch::kFewFactorRows|const bool rounded ="
+    r"|<= arch::kFewFactorRows|const bool rounded =|kFirstBlockSteps|kBlockRowBytes|kPanels = Rows"
+    r"|LinesInOrder|lines_of\(|--(rows|left)_ |\bstep_ = 0|left_ = lines_"
     # Whether a result is left in the caches: where it may be, and that others see it in time.
     r"|past_caches|_mm_sfence|kCols % kLineElements|read_soon"
     # Sizes of blocks again: plans of one class.

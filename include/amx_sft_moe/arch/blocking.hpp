@@ -68,6 +68,12 @@ inline constexpr index_t kWaitingRows = 6;  // of A, up to which L1 is asked: mo
 // Of C that takes in a block of B's rows: half of an L1 of 48 KiB, three quarters of one of 32. The rest is for the lines
 // of B that pass by.
 inline constexpr index_t kSumsBytes = index_t{24} << 10;
+// Blocks of B's rows whose products keep C in registers (arch/in_place_blocks.hpp): steps along K at most, as many pages as an
+// L1 TLB of 64 holds beside those of C, and of the first; bytes of two of them, half of 1 MiB of L2; of each row at most, for
+// pieces of 4 KiB of rows of 6 or 14 come at 0.7 of the rate (benchmarks/LOG.md, "C in registers, again").
+inline constexpr index_t kBlockSteps = 32, kFirstBlockSteps = 8;
+inline constexpr index_t kBlockBytes = index_t{256} << 10;
+inline constexpr index_t kBlockRowBytes = index_t{16} << 10;
 // Steps along K up to which any number of rows is multiplied in place: making so shallow a strip takes longer than
 // reading B once more for every few of them. Where B is read so often, twice as many take as long either way, except in
 // gradients of LoRA's factors (kFewTokens).

@@ -1,5 +1,6 @@
 // Products for few rows of A, or few steps along K, that read B where it lies: making a strip would cost as much as
-// its products. How they are cut into register tiles; the tiles are the microkernels'.
+// its products. How they are cut into register tiles; the tiles are the microkernels'. Sums of AVX512 in fp32 have a way of their
+// own, in_place_blocks.hpp.
 #pragma once
 
 #include <algorithm>

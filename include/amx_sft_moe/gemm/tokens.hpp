@@ -16,7 +16,7 @@ template <class Kernel>
 concept MultipliesStrips = requires { Kernel::Microkernel::kStrips; };
 
 // Some kernels have, for few rows of A or few steps along K, products that read B where it lies (arch/in_place.hpp): of
-// gemm_nn and gemm_tn, of gemm_nt.
+// gemm_nn and gemm_tn (some by blocks, arch/in_place_blocks.hpp), of gemm_nt.
 template <class Kernel>
 concept SumsInPlace = requires { Kernel::Microkernel::in_place(1, 1); };
 template <class Kernel>

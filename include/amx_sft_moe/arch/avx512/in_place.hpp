@@ -3,6 +3,7 @@
 
 #include "amx_sft_moe/arch/avx512/vector.hpp"
 #include "amx_sft_moe/arch/in_place.hpp"
+#include "amx_sft_moe/arch/in_place_blocks.hpp"
 
 AMX_SFT_MOE_NAMESPACE_BEGIN
 namespace arch::avx512 {
@@ -58,52 +59,26 @@ AMX_SFT_MOE_INLINE AMX_SFT_MOE_TARGET_AVX512 void ask_ahead(const S* const* row,
 
 struct InPlaceTiles {
   using Element = float;
-  static constexpr index_t kLine = avx512::kLine, kTurnColumns = 32;
+  static constexpr index_t kLine = avx512::kLine;
 
-  // 32 columns at a time: 2 Depth registers of B, 2 of C; a line of bf16 is 32 columns.
-  template <std::size_t Rows, std::size_t Depth, class S>
-  AMX_SFT_MOE_TARGET_AVX512 static void add_steps(InPlaceSteps<float, Rows, Depth, S> steps, index_t cols,
-                                                  SumRows c, LeadingPrefetch* ahead) {
-    const __mmask16 there = lanes_there(c);
+  // 12 rows x 32 columns: 24 accumulators, 2 registers of B, 1 broadcast of the 32 zmm. Of few rows more columns: a broadcast
+  // serves more products, and their chains hide one another's latency. A's block is copied: a row's place is part of an
+  // instruction then, and it is on one page.
+  static constexpr index_t kRows = 12;
+  template <int Rows, class S, class Ahead>
+  AMX_SFT_MOE_TARGET_AVX512 static void block(const float* from, index_t from_stride, const S* const* b,
+                                              index_t steps, index_t cols, const SumRows& c, Ahead& ahead) {
+    constexpr int kPanels = Rows <= 3 ? 8 : Rows <= 6 ? 4 : 2;
+    alignas(kLineBytes) float a[std::size_t{Rows}][std::size_t{kBlockSteps}];
+    copy_block(from, from_stride, steps, a);
+    Ahead asked = ahead;
     index_t j = 0;
-    for (; j + kTurnColumns <= cols; j += kTurnColumns) {
-      if (ahead != nullptr) ahead->turn();
-      __m512 line[Depth][2];
-      AMX_SFT_MOE_UNROLL
-      for (std::size_t d = 0; d < Depth; ++d) {
-        line[d][0] = load16(steps.b[d] + j);
-        line[d][1] = load16(steps.b[d] + j + 16);
-        // Here, not row by row before the loop: a burst fills the line fill buffers and all loads wait.
-        if (Rows <= kWaitingRows || steps.asks_near) {
-          _mm_prefetch(reinterpret_cast<const char*>(steps.near[d] + j), _MM_HINT_T0);
-        }
-      }
-      float* to = c.data + j;
-      AMX_SFT_MOE_UNROLL
-      for (std::size_t r = 0; r < Rows; ++r, to += c.stride) {
-        __m512 low = _mm512_maskz_loadu_ps(there, to);
-        __m512 high = _mm512_maskz_loadu_ps(there, to + 16);
-        AMX_SFT_MOE_UNROLL
-        for (std::size_t d = 0; d < Depth; ++d) {
-          const __m512 value = _mm512_set1_ps(steps.a[r][d]);
-          low = _mm512_fmadd_ps(value, line[d][0], low);
-          high = _mm512_fmadd_ps(value, line[d][1], high);
-        }
-        _mm512_storeu_ps(to, low);
-        _mm512_storeu_ps(to + 16, high);
-      }
+    for (; j + kPanels * kPanelCols <= cols; j += kPanels * kPanelCols) {
+      block_tile<kPanels>(a, b, steps, j, c, asked);
     }
-    for (; j < cols; j += 16) {
-      __m512 line[Depth];
-      for (std::size_t d = 0; d < Depth; ++d) line[d] = load16(steps.b[d] + j, mask16(cols - j));
-      for (std::size_t r = 0; r < Rows; ++r) {
-        float* to = c.data + static_cast<index_t>(r) * c.stride + j;
-        __m512 sum = _mm512_maskz_loadu_ps(there, to);
-        for (std::size_t d = 0; d < Depth; ++d)
-          sum = _mm512_fmadd_ps(_mm512_set1_ps(steps.a[r][d]), line[d], sum);
-        _mm512_storeu_ps(to, sum);
-      }
-    }
+    for (; j + kLine <= cols; j += kLine) block_tile<2>(a, b, steps, j, c, asked);
+    for (; j < cols; j += kPanelCols) last_columns(a, b, steps, j, mask16(cols - j), c);
+    ahead = asked;
   }
 
   // X [tokens, k] -> [k / kLine][tokens][kLine] in the order of load_half<S>(), zeros behind k.
@@ -143,6 +118,60 @@ struct InPlaceTiles {
       dot_line<false, 1>(sum, row, kk, k - kk, x);
     }
     store_dots(sum, c);
+  }
+
+ private:
+  template <std::size_t Rows>
+  AMX_SFT_MOE_INLINE AMX_SFT_MOE_TARGET_AVX512 static void copy_block(
+      const float* from, index_t stride, index_t steps, float (&a)[Rows][std::size_t{kBlockSteps}]) {
+    static_assert(kBlockSteps == 2 * 16);
+    const __mmask16 low = mask16(steps), high = mask16(steps > 16 ? steps - 16 : 0);
+    for (std::size_t r = 0; r < Rows; ++r, from += stride) {
+      _mm512_store_ps(a[r], _mm512_maskz_loadu_ps(low, from));
+      _mm512_store_ps(a[r] + 16, _mm512_maskz_loadu_ps(high, from + 16));
+    }
+  }
+
+  // Columns [j, j + 16 Panels).
+  template <int Panels, std::size_t Rows, class S, class Ahead>
+  AMX_SFT_MOE_INLINE AMX_SFT_MOE_TARGET_AVX512 static void block_tile(
+      const float (&a)[Rows][std::size_t{kBlockSteps}], const S* const* b, index_t steps, index_t j,
+      const SumRows& c, Ahead& ahead) {
+    __m512 sum[Rows][std::size_t{Panels}];
+    load_sums(c.from(0, j), sum);
+    for (index_t k = 0; k < steps; ++k) {
+      AMX_SFT_MOE_UNROLL
+      for (index_t bytes = 0; bytes < Panels * kPanelCols * index_t{sizeof(S)}; bytes += kLineBytes)
+        ahead.ask();
+      const S* row = b[k] + j;
+      __m512 line[std::size_t{Panels}];
+      AMX_SFT_MOE_UNROLL
+      for (int p = 0; p < Panels; ++p) line[p] = load16(row + p * kPanelCols);
+      AMX_SFT_MOE_UNROLL
+      for (std::size_t r = 0; r < Rows; ++r) {
+        const __m512 value = _mm512_set1_ps(a[r][k]);
+        AMX_SFT_MOE_UNROLL
+        for (int p = 0; p < Panels; ++p) sum[r][p] = _mm512_fmadd_ps(value, line[p], sum[r][p]);
+      }
+    }
+    store_sums(sum, c.from(0, j));
+  }
+
+  // Columns from j on, of which `there` are there.
+  template <std::size_t Rows, class S>
+  AMX_SFT_MOE_INLINE AMX_SFT_MOE_TARGET_AVX512 static void last_columns(
+      const float (&a)[Rows][std::size_t{kBlockSteps}], const S* const* b, index_t steps, index_t j,
+      __mmask16 there, const SumRows& c) {
+    __m512 sum[Rows][1];
+    load_sums(c.from(0, j), sum);
+    for (index_t k = 0; k < steps; ++k) {
+      const __m512 line = load16(b[k] + j, there);
+      AMX_SFT_MOE_UNROLL
+      for (std::size_t r = 0; r < Rows; ++r) {
+        sum[r][0] = _mm512_fmadd_ps(_mm512_set1_ps(a[r][k]), line, sum[r][0]);
+      }
+    }
+    store_sums(sum, c.from(0, j));
   }
 };
 
