@@ -127,8 +127,8 @@ struct InPlaceTiles {
     static_assert(kBlockSteps == 2 * 16);
     const __mmask16 low = mask16(steps), high = mask16(steps > 16 ? steps - 16 : 0);
     for (std::size_t r = 0; r < Rows; ++r, from += stride) {
-      _mm512_store_ps(a[r], _mm512_maskz_loadu_ps(low, from));
-      _mm512_store_ps(a[r] + 16, _mm512_maskz_loadu_ps(high, from + 16));
+      _mm512_storeu_ps(a[r], _mm512_maskz_loadu_ps(low, from));
+      _mm512_storeu_ps(a[r] + 16, _mm512_maskz_loadu_ps(high, from + 16));
     }
   }
 
