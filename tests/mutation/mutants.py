@@ -33,7 +33,14 @@ PARTS = {
         12,
         ("arch/*.hpp",),
         (("portable_bf16", "avx2_bf16"), ("avx512_bf16",), _TILES),
-        ("test_finished_strips", "test_gemm_columns", "test_gemm_tokens", "test_paced_prefetch"),
+        (
+            "test_finished_strips",
+            "test_gemm_columns",
+            "test_gemm_tokens",
+            "test_in_place",
+            "test_paced_prefetch",
+            "test_strip_walk",
+        ),
     ),
     "arch/portable": Part(  # where operands are strided
         14,
@@ -46,7 +53,7 @@ PARTS = {
         24,
         ("arch/avx512/*.hpp",),
         (("avx512_bf16", "avx512_bf16_bf16"), _TILES),
-        ("test_finished_strips", "test_gemm_columns", "test_gemm_tokens"),
+        ("test_finished_strips", "test_gemm_columns", "test_gemm_tokens", "test_in_place"),
     ),
     "arch/amx": Part(12, ("arch/amx/*.hpp",), (_TILES,)),
     "core": Part(
@@ -112,6 +119,8 @@ _LEFT_OUT = re.compile(
     r"|k(Widened)?(Rows|Columns)Depth =|k(Widened)?PieceCols =|const bool pieces =|const index_t wide = pieces"
     r"|<= arch::kFewFactorRows|const bool rounded =|kFirstBlockSteps|kBlockRowBytes|kPanels = Rows"
     r"|LinesInOrder|lines_of\(|--(rows|left)_ |\bstep_ = 0|left_ = lines_"
+    r"|rows_\(rows\)|\bat_ (\+= step_|= first_)|const index_t fit =|\? block\.steps : 0|return \{0, 0, 0, 0\}"
+    r"|block\.kk \* b\.row_stride|return \{first, stride|ahead = asked;|__mmask16 low = mask16\(steps\)"
     # Whether a result is left in the caches: where it may be, and that others see it in time.
     r"|past_caches|_mm_sfence|kCols % kLineElements|read_soon"
     # Sizes of blocks again: plans of one class.

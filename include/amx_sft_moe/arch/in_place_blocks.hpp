@@ -30,7 +30,7 @@ class LinesInOrder {
 
   bool any() const { return rows_ > 0; }
 
-  AMX_SFT_MOE_INLINE void ask() {
+  AMX_SFT_MOE_INLINE void turn() {
     ask_for_line(at_);
     at_ += step_;
     if (--left_ == 0) next_row();
@@ -102,7 +102,7 @@ LinesInOrder lines_of(const RowSource<S>& b, const BlockOfRows& block) {
 //   static void block(const float* a, index_t a_stride, const S* const* b, index_t steps, index_t cols, const SumRows& c,
 //                     Ahead& ahead);
 // which adds to C [R, cols] the products of A [R, steps], 1 <= steps <= kBlockSteps, with the first `cols` elements of rows b,
-// and has ahead.ask() with each line of B.
+// and has ahead.turn() with each line of B.
 template <class Tiles, int MostRows>
 struct InPlaceBlocks {
   // Whether B is read in place: for few rows of A, or few steps along K.
@@ -124,9 +124,6 @@ struct InPlaceBlocks {
 
  private:
   static constexpr index_t kRows = Tiles::kRows;
-  struct Nothing {
-    AMX_SFT_MOE_INLINE void ask() {}
-  };
 
   // C [rows, block.cols] += A [rows, block.steps] x b. The first tile's rows ask for what is next.
   template <class S>
@@ -134,7 +131,7 @@ struct InPlaceBlocks {
                              const BlockOfRows& block, const SumRows& c, LinesInOrder& ahead) {
     const S* row[std::size_t{kBlockSteps}];
     for (index_t k = 0; k < block.steps; ++k) row[k] = b.row(k);
-    Nothing nothing;
+    NothingAhead nothing;
     for_each_part(rows, kRows, [&](index_t r, index_t height) {
       const auto with = [&](auto& asked) {
         block_of<S>(height, asked)(a + r * a_stride, a_stride, row, block.steps, block.cols, c.from(r, 0),

@@ -142,7 +142,7 @@ struct InPlaceTiles {
     for (index_t k = 0; k < steps; ++k) {
       AMX_SFT_MOE_UNROLL
       for (index_t bytes = 0; bytes < Panels * kPanelCols * index_t{sizeof(S)}; bytes += kLineBytes)
-        ahead.ask();
+        ahead.turn();
       const S* row = b[k] + j;
       __m512 line[std::size_t{Panels}];
       AMX_SFT_MOE_UNROLL
