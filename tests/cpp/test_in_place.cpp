@@ -37,20 +37,26 @@ class InPlace : public testing::Test {
     fill(data, elements, 7);
     return data;
   }
-  // Rows of x, zeros behind k.
-  static AlignedBuffer<E> rows_of_x(index_t rows, index_t k, index_t stride) {
-    AlignedBuffer<E> x(rows * stride);
-    std::fill_n(x.data(), x.capacity(), E{});
-    for (index_t r = 0; r < rows; ++r) fill(x.data() + r * stride, k, 5 + 2 * r);
+  // Rows of x, zeros behind k. They end where memory that may be read does.
+  static const E* rows_of_x(const sft_test::GuardedMemory& memory, index_t rows, index_t k, index_t stride) {
+    auto* x = reinterpret_cast<E*>(memory.data());
+    std::fill_n(x, rows * stride, E{});
+    for (index_t r = 0; r < rows; ++r) fill(x + r * stride, k, 5 + 2 * r);
     return x;
   }
+  static sft_test::GuardedMemory memory_of_x(index_t elements) {
+    return {static_cast<std::size_t>(elements) * sizeof(E), sft_test::Edge::kEnd};
+  }
+  // Elements of a row of x: whole pairs, of products of single elements nothing behind them.
+  static index_t stride_of_x(index_t k) { return round_up(k, arch::kPairing<E>); }
+
   static double product(const E* x, const W* w, index_t w_step, index_t k) {
     double sum = 0;
     for (index_t i = 0; i < k; ++i) sum += static_cast<double>(to_float(x[i])) * to_float(w[i * w_step]);
     return sum;
   }
 
-  // Blocks are always asked for in order.
+  // Blocks, and dot products of floats, are always asked for in order.
   static void multiply(const E* a, index_t stride, index_t rows, const arch::RowSource<W>& b, index_t k,
                        index_t cols, const arch::SumRows& c, bool in_order) {
     if constexpr (requires { Micro::multiply_in_place(a, stride, rows, b, k, cols, c, in_order); }) {
@@ -60,23 +66,23 @@ class InPlace : public testing::Test {
     }
   }
 
-  // C = A [1 to 17 rows, k] x B [k, cols].
+  // C = A [1 to 19 and 37 rows, k] x B [k, cols].
   void sums_are_exact(index_t k, index_t cols) {
-    const index_t stride = round_up(k, 32);
+    const index_t stride = stride_of_x(k);
     const sft_test::GuardedMemory memory(static_cast<std::size_t>(k * cols) * sizeof(W), sft_test::Edge::kEnd);
     const W* b = weights(memory, k * cols);
-    for (index_t rows = 1; rows <= 17; ++rows) {
+    for (index_t rows = 1; rows <= 37; rows += rows < 19 ? 1 : 18) {
       if (!Micro::in_place(k, rows)) continue;
-      const AlignedBuffer<E> a = rows_of_x(rows, k, stride);
+      const sft_test::GuardedMemory memory_of_a = memory_of_x(rows * stride);
+      const E* a = rows_of_x(memory_of_a, rows, k, stride);
       for (const bool in_order : {false, true}) {
         const index_t c_stride = round_up(cols, 64) + 32;
         std::vector<float> c(static_cast<std::size_t>(rows * c_stride), std::nanf(""));
         const arch::RowSource<W> source{b, cols, 1, nullptr};
-        multiply(a.data(), stride, rows, source, k, cols, {c.data(), c_stride, true}, in_order);
+        multiply(a, stride, rows, source, k, cols, {c.data(), c_stride, true}, in_order);
         for (index_t r = 0; r < rows; ++r) {
           for (index_t j = 0; j < cols; ++j) {
-            ASSERT_EQ(product(a.data() + r * stride, b + j, cols, k),
-                      c[static_cast<std::size_t>(r * c_stride + j)])
+            ASSERT_EQ(product(a + r * stride, b + j, cols, k), c[static_cast<std::size_t>(r * c_stride + j)])
                 << Kernel::kName << " k " << k << " cols " << cols << " rows " << rows << " at " << r << ", "
                 << j << (in_order ? " in order" : " side by side");
           }
@@ -85,23 +91,24 @@ class InPlace : public testing::Test {
     }
   }
 
-  // C [tokens, outs] = X [1 to 14 tokens, k] x W^T, W [outs, k].
+  // C [tokens, outs] = X [1 to 17 tokens, k] x W^T, W [outs, k].
   void dots_are_exact(index_t k, index_t outs) {
-    const index_t stride = round_up(k, 32);
+    const index_t stride = stride_of_x(k);
     const sft_test::GuardedMemory memory(static_cast<std::size_t>(k * outs) * sizeof(W), sft_test::Edge::kEnd);
     const W* w = weights(memory, k * outs);
-    for (index_t tokens = 1; tokens <= 14; ++tokens) {
+    for (index_t tokens = 1; tokens <= 17; ++tokens) {
       if (!Micro::dots(tokens)) continue;
-      const AlignedBuffer<E> x = rows_of_x(tokens, k, stride);
+      const sft_test::GuardedMemory memory_of_tokens = memory_of_x(tokens * stride);
+      const E* x = rows_of_x(memory_of_tokens, tokens, k, stride);
       AlignedBuffer<E> ordered(Micro::ordered_size(tokens, k));
-      Micro::template order_tokens<W>(x.data(), stride, tokens, k, ordered.data());
+      Micro::template order_tokens<W>(x, stride, tokens, k, ordered.data());
       for (const bool in_order : {false, true}) {
         std::vector<float> c(static_cast<std::size_t>(tokens * outs), std::nanf(""));
         const arch::RowSource<W> source{w, k, 1, nullptr};
         Micro::dot_in_place(source, outs, ordered.data(), tokens, k, {c.data(), outs, true}, in_order);
         for (index_t at = 0; at < tokens * outs; ++at) {
           const index_t t = at / outs, o = at % outs;
-          ASSERT_EQ(product(x.data() + t * stride, w + o * k, 1, k), c[static_cast<std::size_t>(at)])
+          ASSERT_EQ(product(x + t * stride, w + o * k, 1, k), c[static_cast<std::size_t>(at)])
               << Kernel::kName << " k " << k << " outs " << outs << " tokens " << tokens << " at " << t << ", "
               << o << (in_order ? " in order" : " side by side");
         }

@@ -80,6 +80,34 @@ TEST(LeadingRows, NothingIsAskedForBehindTheLastStrip) {
   }
 }
 
+TEST(LinesInOrder, EachLineOfEachRowIsAskedForOnceThenTheFirstAgain) {
+  for (const index_t row_bytes : {1, 64, 65, 4096}) {
+    for (const index_t rows : {1, 2, 7}) {
+      for (const index_t stride : {0, 64, 8192, -8192}) {
+        constexpr index_t kFirst = 1 << 20;
+        arch::LinesInOrder lines({kFirst, stride, rows, row_bytes});
+        ASSERT_TRUE(lines.any());
+        for (index_t row = 0; row < rows; ++row) {
+          for (index_t byte = 0; byte < row_bytes; byte += arch::kLineBytes, lines.turn()) {
+            ASSERT_EQ(kFirst + row * stride + byte, static_cast<index_t>(lines.line())) << rows << " rows";
+          }
+        }
+        for (int turn = 0; turn < 200; ++turn, lines.turn())
+          ASSERT_EQ(kFirst, static_cast<index_t>(lines.line()));
+      }
+    }
+  }
+}
+
+TEST(LinesInOrder, OfGatheredRowsThereIsNone) {
+  const std::vector<float> data(8);
+  const std::int32_t index[] = {1, 0};
+  const arch::RowSource<float> rows{data.data(), 4, 1, nullptr}, gathered{data.data(), 4, 1, index};
+  EXPECT_TRUE(arch::LinesInOrder(arch::bytes_of(rows, 2, 4)).any());
+  EXPECT_FALSE(arch::LinesInOrder(arch::bytes_of(gathered, 2, 4)).any());
+  EXPECT_FALSE(arch::LinesInOrder(arch::bytes_of(rows, 0, 4)).any());
+}
+
 constexpr index_t kPage = arch::kPageBytes;
 
 // Pages that rows [row, row + count) have bytes on.

@@ -48,7 +48,9 @@ PARTS = {
         (("portable_bf16", "portable_fp32"), _TILES),
         ("test_finished_strips",),
     ),
-    "arch/avx2": Part(14, ("arch/avx2/*.hpp",), (("avx2_bf16", "avx2_fp32"),), ("test_finished_strips",)),
+    "arch/avx2": Part(
+        14, ("arch/avx2/*.hpp",), (("avx2_bf16", "avx2_fp32"),), ("test_finished_strips", "test_in_place")
+    ),
     "arch/avx512": Part(  # the tiles' rows are packed there
         24,
         ("arch/avx512/*.hpp",),
@@ -117,10 +119,8 @@ _LEFT_OUT = re.compile(
     # Sizes of blocks, and when B is read in place: speed only.
     r"|kStripBytes =|kStripDepth =|kFarRows =|k <= k\w*Steps|part_of_columns|parts\)|parts ="
     r"|k(Widened)?(Rows|Columns)Depth =|k(Widened)?PieceCols =|const bool pieces =|const index_t wide = pieces"
-    r"|<= arch::kFewFactorRows|const bool rounded =|kFirstBlockSteps|kBlockRowBytes|kPanels = Rows"
-    r"|LinesInOrder|lines_of\(|--(rows|left)_ |\bstep_ = 0|left_ = lines_"
-    r"|rows_\(rows\)|\bat_ (\+= step_|= first_)|const index_t fit =|\? block\.steps : 0|return \{0, 0, 0, 0\}"
-    r"|block\.kk \* b\.row_stride|return \{first, stride|ahead = asked;|__mmask16 low = mask16\(steps\)"
+    r"|<= arch::kFewFactorRows|const bool rounded =|k(Panels|Vectors) = Rows|kStepsOfLine"
+    r"|LinesInOrder ahead|lines_ = LinesInOrder|\bturns_\b|bytes_from|ahead = asked;"
     # Whether a result is left in the caches: where it may be, and that others see it in time.
     r"|past_caches|_mm_sfence|kCols % kLineElements|read_soon"
     # Sizes of blocks again: plans of one class.

@@ -55,11 +55,12 @@ inline constexpr index_t kLeastLead = 8;
 // smallest L2.
 inline constexpr index_t kLanesBytes = index_t{512} << 10;
 
-// Products in place (arch/in_place.hpp). They are as fast as memory delivers, so it is asked twice. Far ahead into L2: a
-// core waits for some ten to sixteen lines at a time on their way to L1, for 48 on their way to L2. Then near, into L1.
-// gemm_nn: rows of B, far ahead the next block and a bit. gemm_nt: bytes along a row of W, far ahead the rows that come
-// next, in order and a bit, or side by side (DotAhead). Where the CPU follows rows by itself (asks_in_order()) gemm_nn asks near
-// only, whatever rows of A there are.
+// Products in place (arch/in_place.hpp). They are as fast as memory delivers, so those of bf16 ask it twice. Far ahead
+// into L2: a core waits for some ten to sixteen lines at a time on their way to L1, for 48 on their way to L2. Then near,
+// into L1. gemm_nn: rows of B, far ahead the next block and a bit. gemm_nt: bytes along a row of W, far ahead the rows
+// that come next, in order and a bit, or side by side (FarRows). Where the CPU follows rows by itself (asks_in_order())
+// gemm_nn asks near only, whatever rows of A there are. Those of fp32 ask for what is next in order, whatever the CPU,
+// and into L2 only (in_place_blocks.hpp; NextGroup).
 inline constexpr index_t kFarRows = 8;
 inline constexpr index_t kFarBytes = 4096;
 inline constexpr index_t kNearRows = 4;
@@ -68,9 +69,10 @@ inline constexpr index_t kWaitingRows = 6;  // of A, up to which L1 is asked: mo
 // Of C that takes in a block of B's rows: half of an L1 of 48 KiB, three quarters of one of 32. The rest is for the lines
 // of B that pass by.
 inline constexpr index_t kSumsBytes = index_t{24} << 10;
-// Blocks of B's rows whose products keep C in registers (arch/in_place_blocks.hpp): steps along K at most, as many pages as an
-// L1 TLB of 64 holds beside those of C, and of the first; bytes of two of them, half of 1 MiB of L2; of each row at most, for
-// pieces of 4 KiB of rows of 6 or 14 come at 0.7 of the rate (benchmarks/LOG.md, "C in registers, again").
+// Blocks of B's rows whose products keep C in registers (arch/in_place_blocks.hpp): steps along K at most, as many pages
+// as an L1 TLB of 64 holds beside those of C, and of the first; bytes of each, two of which take half of 1 MiB of L2; of
+// each row at most, for pieces of 4 KiB of rows of 6 or 14 come at 0.7 of the rate (benchmarks/LOG.md, "C in registers,
+// again").
 inline constexpr index_t kBlockSteps = 32, kFirstBlockSteps = 8;
 inline constexpr index_t kBlockBytes = index_t{256} << 10;
 inline constexpr index_t kBlockRowBytes = index_t{16} << 10;

@@ -1,6 +1,6 @@
-// Products for few rows of A, or few steps along K, that read B where it lies: making a strip would cost as much as
-// its products. How they are cut into register tiles; the tiles are the microkernels'. Sums of AVX512 in fp32 have a way of their
-// own, in_place_blocks.hpp.
+// Products for few rows of A, or few steps along K, that read B where it lies: making a strip would cost as much as its
+// products. How they are cut into register tiles; the tiles are the microkernels'. Sums in fp32 of gemm_nn and gemm_tn
+// have a way of their own, in_place_blocks.hpp.
 #pragma once
 
 #include <algorithm>
@@ -192,31 +192,96 @@ struct InPlaceSums {
   }
 };
 
-// What dot products ask memory for while they read some rows of W: rows in the order in which they lie. Where that is not
-// what the CPU likes, or x is more than stays in L1, the next rows side by side instead, of each the elements [0, k >> shift):
-// in order and with x on its way from L2 it took up to 1.2 times as long (benchmarks/LOG.md, "Zen 5").
+// W [outs, k] of dot products: groups of its rows meet x, in so many passes over each group some tokens.
 template <class S>
-struct DotAhead {
-  LeadingPrefetch rows;
-  const S* far[4] = {};  // null: in order
-  index_t shift = 0;
+struct DotRows {
+  RowSource<S> w;
+  index_t outs, k;
+  index_t group, passes;
+};
 
-  // Before a cache line of each of Rows rows, from element kk on; in order, before the first of each turn only.
+// What dot products ask memory for while they read a group of rows: before(o, t), of the first row and the first token, comes
+// before each pass, turn<Rows>(row, kk, first) before a cache line of each of Rows rows, from element kk on, `first` once for
+// the kLine elements of a tile.
+
+// The next group, line after line in the order in which they lie, each pass for its share.
+template <class S>
+class NextGroup {
+ public:
+  explicit NextGroup(const DotRows<S>& rows) : rows_(rows), lines_(bytes_from(0)) {}
+
+  void before(index_t o, index_t t) {
+    const index_t next = o + rows_.group;
+    if (t == 0 && next < rows_.outs) lines_ = LinesInOrder(bytes_from(next));
+  }
+
   template <int Rows>
-  AMX_SFT_MOE_INLINE void turn(index_t kk, bool first) {
-    if (far[0] == nullptr) {
-      if (first) rows.turn();
+  AMX_SFT_MOE_INLINE void turn(const S* const* /*row*/, index_t /*kk*/, bool /*first*/) {
+    if (++turns_ < rows_.passes) return;
+    turns_ = 0;
+    AMX_SFT_MOE_UNROLL
+    for (int r = 0; r < Rows; ++r) lines_.turn();
+  }
+
+ private:
+  RowBytes bytes_from(index_t o) const {
+    return bytes_of(rows_.w.from_row(o), std::min(rows_.group, rows_.outs - o), rows_.k);
+  }
+
+  DotRows<S> rows_;
+  LinesInOrder lines_;
+  index_t turns_ = 0;  // since some asked
+};
+
+// Rows further on, evenly over `turns`, where that is what the CPU likes. Else the next ones side by side, of each the
+// elements [0, k >> shift). And what follows in the rows that are read, into L1.
+template <class S>
+class FarRows {
+ public:
+  FarRows(const DotRows<S>& rows, index_t turns, bool in_order)
+      : rows_(rows),
+        in_order_(in_order),
+        shift_(rows.passes > 1 ? 1 : 0),
+        lead_(rows.group + (in_order ? ceil_div(kFarBytes, rows.k * index_t{sizeof(S)}) : 0)),
+        ahead_(rows_in_order(rows.w, in_order ? rows.outs : 0, rows.k, lead_)),
+        pages_(bytes_of(rows.w, rows.outs, rows.k), rows.group) {
+    ahead_.spread(turns);
+  }
+
+  void before(index_t o, index_t t) {
+    if (t == 0) pages_.before(o + lead_);
+    if (in_order_) return;
+    for (index_t i = 0; i < rows_.group; ++i) {
+      far_[i] = rows_.w.row(std::min(o + i + rows_.group, rows_.outs - 1)) + (t > 0 ? rows_.k / 2 : 0);
+    }
+  }
+
+  template <int Rows>
+  AMX_SFT_MOE_INLINE void turn(const S* const* row, index_t kk, bool first) {
+    AMX_SFT_MOE_UNROLL
+    for (int r = 0; r < Rows; ++r) __builtin_prefetch(bytes_behind(row[r] + kk, kNearBytes), 0, 3);
+    if (far_[0] == nullptr) {
+      if (first) ahead_.turn();
       return;
     }
     AMX_SFT_MOE_UNROLL
-    for (int r = 0; r < Rows; ++r) ask_for_line(reinterpret_cast<std::uintptr_t>(far[r] + (kk >> shift)));
+    for (int r = 0; r < Rows; ++r) ask_for_line(reinterpret_cast<std::uintptr_t>(far_[r] + (kk >> shift_)));
   }
+
+ private:
+  DotRows<S> rows_;
+  bool in_order_;
+  index_t shift_;
+  index_t lead_;  // rows that are asked for are so many behind those that are read
+  LeadingPrefetch ahead_;
+  PagesAhead pages_;
+  const S* far_[4] = {};  // null: in order
 };
 
 // Products of gemm_nt, dot products along K. Tiles has, with its own target attribute, for 1 <= O <= DotOuts and 1 <= T <=
 // DotTokens, and X of its type Element:
-//   template <int O, int T, class S>   // C [T, O] += X [T, k] x rows^T; x ordered
-//   static void dot(const S* const* rows, const Element* x, index_t k, const SumRows& c, DotAhead<S>& ahead);
+//   template <int O, int T, class S, class Ahead>   // C [T, O] += X [T, k] x rows^T; x ordered
+//   static void dot(const S* const* rows, const Element* x, index_t k, const SumRows& c, Ahead& ahead);
 //   template <class S>                 // X [tokens, k] -> [k / kLine][tokens][kLine], zeros behind k
 //   static void order(const Element* x, index_t x_stride, index_t tokens, index_t k, Element* to);
 // which has ahead.turn<O>(kk, first) for each cache line of a row from kk on, `first` once for kLine elements. kLine
@@ -248,34 +313,40 @@ struct InPlaceDots {
   template <class S>
   static void dot_in_place(const RowSource<S>& w, index_t outs, const X* ordered, index_t tokens, index_t k,
                            const SumRows& c, bool in_order = asks_in_order()) {
-    constexpr index_t kSize = sizeof(S);
-    in_order = in_order && tokens * k * index_t{sizeof(X)} <= kSumsBytes;
-    const index_t lead = DotOuts + (in_order ? ceil_div(kFarBytes, k * kSize) : 0);
-    DotAhead<S> ahead{rows_in_order(w, in_order ? outs : 0, k, lead)};
-    ahead.rows.spread(ceil_div(outs, DotOuts) * ceil_div(tokens, DotTokens) *
-                      (k / std::max<index_t>(Tiles::kLine, kLineBytes / kSize)));
-    ahead.shift = tokens > DotTokens ? 1 : 0;
-    PagesAhead pages(bytes_of(w, outs, k), DotOuts);
-    for (index_t o = 0; o < outs; o += DotOuts) {
-      pages.before(o + lead);
-      for_each_part(tokens, DotTokens, [&](index_t t, index_t count) {
-        const S* row[std::size_t{DotOuts}];
-        for (index_t i = 0; i < DotOuts; ++i) {
-          row[i] = w.row(std::min(o + i, outs - 1));
-          ahead.far[i] = in_order ? nullptr : w.row(std::min(o + i + DotOuts, outs - 1)) + (t > 0 ? k / 2 : 0);
-        }
-        dot_of<S>(outs - o, count)(row, ordered + ordered_size(t, k), k, c.from(t, o), ahead);
-      });
+    const DotRows<S> rows{w, outs, k, DotOuts, ceil_div(tokens, DotTokens)};
+    if constexpr (kPairing<X> == 1) {
+      NextGroup<S> ahead(rows);
+      dot_groups(rows, ordered, tokens, c, ahead);
+    } else {
+      // In order and with x on its way from L2 it took up to 1.2 times as long (benchmarks/LOG.md, "Zen 5").
+      in_order = in_order && tokens * k * index_t{sizeof(X)} <= kSumsBytes;
+      const index_t steps = k / std::max<index_t>(Tiles::kLine, kLineBytes / index_t{sizeof(S)});
+      FarRows<S> ahead(rows, ceil_div(outs, DotOuts) * rows.passes * steps, in_order);
+      dot_groups(rows, ordered, tokens, c, ahead);
     }
   }
 
  private:
-  template <class S>
-  using Dot = void (*)(const S* const*, const X*, index_t, const SumRows&, DotAhead<S>&);
-  template <class S>
-  static Dot<S> dot_of(index_t outs, index_t tokens) {
+  template <class S, class Ahead>
+  static void dot_groups(const DotRows<S>& rows, const X* ordered, index_t tokens, const SumRows& c,
+                         Ahead& ahead) {
+    for (index_t o = 0; o < rows.outs; o += DotOuts) {
+      for_each_part(tokens, DotTokens, [&](index_t t, index_t count) {
+        const S* row[std::size_t{DotOuts}];
+        for (index_t i = 0; i < DotOuts; ++i) row[i] = rows.w.row(std::min(o + i, rows.outs - 1));
+        ahead.before(o, t);
+        dot_of<S, Ahead>(rows.outs - o, count)(row, ordered + ordered_size(t, rows.k), rows.k, c.from(t, o),
+                                               ahead);
+      });
+    }
+  }
+
+  template <class S, class Ahead>
+  using Dot = void (*)(const S* const*, const X*, index_t, const SumRows&, Ahead&);
+  template <class S, class Ahead>
+  static Dot<S, Ahead> dot_of(index_t outs, index_t tokens) {
     return []<int... N>(index_t n, std::integer_sequence<int, N...>) {
-      constexpr Dot<S> kOf[] = {&Tiles::template dot<N / DotTokens + 1, N % DotTokens + 1, S>...};
+      constexpr Dot<S, Ahead> kOf[] = {&Tiles::template dot<N / DotTokens + 1, N % DotTokens + 1, S, Ahead>...};
       return kOf[n];
     }((std::min<index_t>(outs, DotOuts) - 1) * DotTokens + tokens - 1,
            std::make_integer_sequence<int, DotOuts * DotTokens>{});

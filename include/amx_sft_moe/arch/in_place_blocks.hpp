@@ -1,7 +1,8 @@
-// Products of few rows of A, or few steps along K, that read B where it lies and keep C in registers: some rows of B, a block,
-// meet all of A in one register tile of C after the other, while memory is asked for the block that is next, row after row.
-// Against arch/in_place.hpp, where four rows of B meet the sums of many columns in L1, C passes through registers an eighth
-// as often, and memory is read in the order in which it lies while arithmetic finds what it needs in L2.
+// Products of few rows of A, or few steps along K, that read B where it lies and keep C in registers: some rows of B, a
+// block, meet all of A in one register tile of C after the other, while memory is asked for the block that is next, row
+// after row (for half of it where it is twice as large). Against arch/in_place.hpp, where four rows of B meet the sums of
+// many columns in L1, C passes through registers an eighth as often, and memory is read in the order in which it lies
+// while arithmetic finds what it needs in L2.
 #pragma once
 
 #include <algorithm>
@@ -10,46 +11,10 @@
 
 #include "amx_sft_moe/arch/blocking.hpp"
 #include "amx_sft_moe/arch/operands.hpp"
-#include "amx_sft_moe/arch/paced_prefetch.hpp"
+#include "amx_sft_moe/arch/row_bytes.hpp"
 
 AMX_SFT_MOE_NAMESPACE_BEGIN
 namespace arch {
-
-// Asks for rows in L2, a line at a time, in the order in which they lie; behind the last for the first line again. Addresses
-// are numbers, of no rows too.
-class LinesInOrder {
- public:
-  LinesInOrder(std::uintptr_t first, index_t stride, index_t rows, index_t row_bytes)
-      : first_(first),
-        row_(first),
-        at_(first),
-        stride_(static_cast<std::uintptr_t>(stride)),
-        rows_(rows),
-        lines_(ceil_div(row_bytes, kLineBytes)),
-        left_(lines_) {}
-
-  bool any() const { return rows_ > 0; }
-
-  AMX_SFT_MOE_INLINE void turn() {
-    ask_for_line(at_);
-    at_ += step_;
-    if (--left_ == 0) next_row();
-  }
-
- private:
-  AMX_SFT_MOE_INLINE void next_row() {
-    left_ = lines_;
-    at_ = row_ += stride_;
-    if (--rows_ > 0) return;
-    at_ = first_;
-    step_ = 0;
-  }
-
-  std::uintptr_t first_, row_, at_;
-  std::uintptr_t stride_, step_ = static_cast<std::uintptr_t>(kLineBytes);
-  index_t rows_, lines_;
-  index_t left_;  // of this row
-};
 
 // Rows [kk, kk + steps) of B, of each columns [col, col + cols). steps 0: there is none.
 struct BlockOfRows {
@@ -86,23 +51,12 @@ class BlockWalk {
   BlockOfRows here_, next_;
 };
 
-// Asks for a block of B. Gathered rows are not asked for.
-template <class S>
-LinesInOrder lines_of(const RowSource<S>& b, const BlockOfRows& block) {
-  constexpr index_t kSize = sizeof(S);
-  const index_t rows = b.row_index == nullptr ? block.steps : 0;
-  if (rows == 0) return {0, 0, 0, 0};
-  const auto first = reinterpret_cast<std::uintptr_t>(b.data + block.kk * b.row_stride + block.col);
-  const index_t stride = rows > 1 ? b.row_stride * kSize : 0;  // of one row any, and its bytes no number
-  return {first, stride, rows, block.cols * kSize};
-}
-
 // Products of gemm_nn and gemm_tn. Tiles has, with its own target attribute, for 1 <= R <= kRows:
 //   template <int R, class S, class Ahead>
 //   static void block(const float* a, index_t a_stride, const S* const* b, index_t steps, index_t cols, const SumRows& c,
 //                     Ahead& ahead);
 // which adds to C [R, cols] the products of A [R, steps], 1 <= steps <= kBlockSteps, with the first `cols` elements of rows b,
-// and has ahead.turn() with each line of B.
+// and has ahead.turn() with each line of B, but for the last columns.
 template <class Tiles, int MostRows>
 struct InPlaceBlocks {
   // Whether B is read in place: for few rows of A, or few steps along K.
@@ -112,34 +66,32 @@ struct InPlaceBlocks {
   template <class S>
   static void multiply_in_place(const float* a, index_t a_stride, index_t rows, const RowSource<S>& b,
                                 index_t k, index_t cols, const SumRows& c) {
-    for_each_part(rows, MostRows, [&](index_t r, index_t height) {
-      for (BlockWalk walk(k, cols, sizeof(S)); !walk.done(); walk.advance()) {
-        const BlockOfRows& here = walk.here();
-        LinesInOrder ahead = lines_of(b, walk.next());
-        multiply_block(a + r * a_stride + here.kk, a_stride, height, b.from_row(here.kk).from_column(here.col),
-                       here, c.after(here.kk).from(r, here.col), ahead);
-      }
-    });
+    for (BlockWalk walk(k, cols, sizeof(S)); !walk.done(); walk.advance()) {
+      const BlockOfRows& here = walk.here();
+      const BlockOfRows& next = walk.next();
+      LinesInOrder ahead(bytes_of(b.from_row(next.kk).from_column(next.col), next.steps, next.cols));
+      multiply_block(a + here.kk, a_stride, rows, b.from_row(here.kk).from_column(here.col), here,
+                     c.after(here.kk).from(0, here.col), ahead);
+    }
   }
 
  private:
   static constexpr index_t kRows = Tiles::kRows;
 
-  // C [rows, block.cols] += A [rows, block.steps] x b. The first tile's rows ask for what is next.
+  // C [rows, block.cols] += A [rows, block.steps] x b. The first tile's rows ask for what is next. Whole tiles and the
+  // rest, not parts as large as one another: two tiles of 8 rows take longer than one of 12 and one of 4.
   template <class S>
   static void multiply_block(const float* a, index_t a_stride, index_t rows, const RowSource<S>& b,
                              const BlockOfRows& block, const SumRows& c, LinesInOrder& ahead) {
     const S* row[std::size_t{kBlockSteps}];
     for (index_t k = 0; k < block.steps; ++k) row[k] = b.row(k);
+    const auto tile = [&](index_t r, auto& asked) {
+      block_of<S>(std::min(kRows, rows - r), asked)(a + r * a_stride, a_stride, row, block.steps, block.cols,
+                                                    c.from(r, 0), asked);
+    };
     NothingAhead nothing;
-    for_each_part(rows, kRows, [&](index_t r, index_t height) {
-      const auto with = [&](auto& asked) {
-        block_of<S>(height, asked)(a + r * a_stride, a_stride, row, block.steps, block.cols, c.from(r, 0),
-                                   asked);
-      };
-      if (r == 0 && ahead.any()) return with(ahead);
-      with(nothing);
-    });
+    ahead.any() ? tile(0, ahead) : tile(0, nothing);
+    for (index_t r = kRows; r < rows; r += kRows) tile(r, nothing);
   }
 
   template <class S, class Ahead>

@@ -7,34 +7,12 @@
 #include <algorithm>
 #include <cstdint>
 
-#include "amx_sft_moe/arch/operands.hpp"
+#include "amx_sft_moe/arch/row_bytes.hpp"
 
 AMX_SFT_MOE_NAMESPACE_BEGIN
 namespace arch {
 
-inline constexpr index_t kPageBytes = 4096;  // or more: larger pages are asked for several times
 inline constexpr index_t kPagesTogether = 32;
-
-// Rows that lie somewhere: numbers, see BytesAhead.
-struct RowBytes {
-  std::uintptr_t first = 0;
-  index_t stride = 0;  // bytes
-  index_t rows = 0;    // all of them there
-  index_t row_bytes = 0;
-
-  // Whether no page lies between them.
-  constexpr bool adjacent() const { return stride - row_bytes < kPageBytes; }
-};
-
-// The rows of a source, of each its first `cols` elements. Of gathered rows none.
-template <class S>
-RowBytes bytes_of(const RowSource<S>& source, index_t rows, index_t cols) {
-  constexpr index_t kSize = sizeof(S);
-  if (source.row_index != nullptr) return {};
-  // One row may have any distance from a second that is not there, and its bytes no number.
-  const index_t stride = rows > 1 ? source.row_stride * kSize : 0;
-  return {reinterpret_cast<std::uintptr_t>(source.data), stride, rows, cols * kSize};
-}
 
 // f(address) once for each page of rows [row, row + count): adjacent ones are one run of pages.
 template <class F>

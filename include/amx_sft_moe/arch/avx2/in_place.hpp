@@ -1,10 +1,11 @@
-// Register tiles of the products for few rows of A, see arch/in_place.hpp.
+// Register tiles of the products for few rows of A, see arch/in_place.hpp and arch/in_place_blocks.hpp.
 #pragma once
 
 #include <algorithm>
 
 #include "amx_sft_moe/arch/avx2/vector.hpp"
 #include "amx_sft_moe/arch/in_place.hpp"
+#include "amx_sft_moe/arch/in_place_blocks.hpp"
 
 AMX_SFT_MOE_NAMESPACE_BEGIN
 namespace arch::avx2 {
@@ -34,52 +35,28 @@ AMX_SFT_MOE_INLINE AMX_SFT_MOE_TARGET_AVX2 void dot_line(__m256 (&sum)[Rows][Tok
 
 struct InPlaceTiles {
   using Element = float;
-  static constexpr index_t kLine = avx2::kLine, kTurnColumns = 32;
+  static constexpr index_t kLine = avx2::kLine;
 
-  // 16 columns at a time: 2 Depth registers of B, 2 of C, 1 broadcast.
-  template <std::size_t Rows, std::size_t Depth, class S>
-  AMX_SFT_MOE_TARGET_AVX2 static void add_steps(InPlaceSteps<float, Rows, Depth, S> steps, index_t cols,
-                                                SumRows c, LeadingPrefetch* ahead) {
-    const __m256 there = sums_there(c);
+  // 6 rows x 16 columns: 12 accumulators, 2 registers of B, 1 broadcast of the 16 ymm. Of few rows more columns, see
+  // arch/avx512/in_place.hpp.
+  static constexpr index_t kRows = 6;
+  template <int Rows, class S, class Ahead>
+  AMX_SFT_MOE_TARGET_AVX2 static void block(const float* from, index_t from_stride, const S* const* b,
+                                            index_t steps, index_t cols, const SumRows& c, Ahead& ahead) {
+    constexpr int kVectors = Rows <= 3 ? 4 : 2;
+    alignas(32) float a[std::size_t{Rows}][std::size_t{kBlockSteps}];
+    for (int r = 0; r < Rows; ++r) {
+      const float* row = from + r * from_stride;
+      for (index_t k = 0; k < steps; k += kLanes) _mm256_store_ps(a[r] + k, load8(row + k, steps - k));
+    }
+    Ahead asked = ahead;
     index_t j = 0;
-    for (; j + 16 <= cols; j += 16) {
-      if (ahead != nullptr && j % kTurnColumns == 0) ahead->turn();
-      __m256 line[Depth][2];
-      AMX_SFT_MOE_UNROLL
-      for (std::size_t d = 0; d < Depth; ++d) {
-        line[d][0] = load8(steps.b[d] + j);
-        line[d][1] = load8(steps.b[d] + j + 8);
-        // Here, not row by row before the loop: a burst fills the line fill buffers and all loads wait.
-        if (Rows <= kWaitingRows || steps.asks_near) {
-          _mm_prefetch(reinterpret_cast<const char*>(steps.near[d] + j), _MM_HINT_T0);
-        }
-      }
-      float* to = c.data + j;
-      AMX_SFT_MOE_UNROLL
-      for (std::size_t r = 0; r < Rows; ++r, to += c.stride) {
-        __m256 low = load_sums(to, there);
-        __m256 high = load_sums(to + 8, there);
-        AMX_SFT_MOE_UNROLL
-        for (std::size_t d = 0; d < Depth; ++d) {
-          const __m256 value = _mm256_set1_ps(steps.a[r][d]);
-          low = _mm256_fmadd_ps(value, line[d][0], low);
-          high = _mm256_fmadd_ps(value, line[d][1], high);
-        }
-        _mm256_storeu_ps(to, low);
-        _mm256_storeu_ps(to + 8, high);
-      }
+    for (; j + kVectors * kLanes <= cols; j += kVectors * kLanes) {
+      block_tile<kVectors, true>(a, b, steps, j, kLanes, c, asked);
     }
-    for (; j < cols; j += 8) {
-      __m256 line[Depth];
-      for (std::size_t d = 0; d < Depth; ++d) line[d] = load8(steps.b[d] + j, cols - j);
-      for (std::size_t r = 0; r < Rows; ++r) {
-        float* to = c.data + static_cast<index_t>(r) * c.stride + j;
-        __m256 sum = load_sums(to, there);
-        for (std::size_t d = 0; d < Depth; ++d)
-          sum = _mm256_fmadd_ps(_mm256_set1_ps(steps.a[r][d]), line[d], sum);
-        _mm256_storeu_ps(to, sum);
-      }
-    }
+    for (; j + kLanes <= cols; j += kLanes) block_tile<1, true>(a, b, steps, j, kLanes, c, asked);
+    if (j < cols) block_tile<1, false>(a, b, steps, j, cols - j, c, asked);
+    ahead = asked;
   }
 
   // X [tokens, k] -> [k / kLine][tokens][kLine], zeros behind k.
@@ -96,9 +73,9 @@ struct InPlaceTiles {
   }
 
   // C [Tokens, Rows] += X [Tokens, k] x rows^T, X in that order.
-  template <int Rows, int Tokens, class S>
+  template <int Rows, int Tokens, class S, class Ahead>
   AMX_SFT_MOE_TARGET_AVX2 static void dot(const S* const* row, const float* x, index_t k, const SumRows& c,
-                                          DotAhead<S>& ahead) {
+                                          Ahead& ahead) {
     constexpr index_t kCacheLine = kLineBytes / static_cast<index_t>(sizeof(S));
     constexpr index_t kStep = std::max(kLine, kCacheLine);
     __m256 sum[std::size_t{Rows}][std::size_t{Tokens}];
@@ -110,11 +87,7 @@ struct InPlaceTiles {
     index_t kk = 0;
     for (; kk + kStep <= k; kk += kStep) {
       AMX_SFT_MOE_UNROLL
-      for (index_t at = kk; at < kk + kStep; at += kCacheLine) {
-        AMX_SFT_MOE_UNROLL
-        for (int r = 0; r < Rows; ++r) _mm_prefetch(bytes_behind(row[r] + at, kNearBytes), _MM_HINT_T0);
-        ahead.template turn<Rows>(at, at == kk);
-      }
+      for (index_t at = kk; at < kk + kStep; at += kCacheLine) ahead.template turn<Rows>(row, at, at == kk);
       AMX_SFT_MOE_UNROLL
       for (index_t at = kk; at < kk + kStep; at += kLine, x += kLine * Tokens) {
         dot_line<true, 0>(sum, row, at, kLine, x);
@@ -142,6 +115,33 @@ struct InPlaceTiles {
         to = c.fresh ? of_row[r] : to + of_row[r];
       }
     }
+  }
+
+ private:
+  // Columns [j, j + 8 Vectors), or the first n of the 8 from j on.
+  template <int Vectors, bool Whole, std::size_t Rows, class S, class Ahead>
+  AMX_SFT_MOE_INLINE AMX_SFT_MOE_TARGET_AVX2 static void block_tile(
+      const float (&a)[Rows][std::size_t{kBlockSteps}], const S* const* b, index_t steps, index_t j, index_t n,
+      const SumRows& c, Ahead& ahead) {
+    static_assert(Whole || Vectors == 1);
+    constexpr index_t kBytes = Vectors * kLanes * index_t{sizeof(S)};
+    constexpr index_t kStepsOfLine = ceil_div(kLineBytes, kBytes);
+    __m256 sum[Rows][std::size_t{Vectors}];
+    load_sums(c.from(0, j), sum);
+    for (index_t k = 0; k < steps; ++k) {
+      if (k % kStepsOfLine == 0) ahead.turn();
+      const S* row = b[k] + j;
+      __m256 line[std::size_t{Vectors}];
+      AMX_SFT_MOE_UNROLL
+      for (int v = 0; v < Vectors; ++v) line[v] = Whole ? load8(row + v * kLanes) : load8(row, n);
+      AMX_SFT_MOE_UNROLL
+      for (std::size_t r = 0; r < Rows; ++r) {
+        const __m256 value = _mm256_set1_ps(a[r][k]);
+        AMX_SFT_MOE_UNROLL
+        for (int v = 0; v < Vectors; ++v) sum[r][v] = _mm256_fmadd_ps(value, line[v], sum[r][v]);
+      }
+    }
+    store_sums(sum, c.from(0, j));
   }
 };
 

@@ -14,8 +14,8 @@ namespace arch {
 // turn of the front end, 18 (of 6 a cycle) are all that 6 cycles have: so nothing but products between two turns of the
 // prefetch, and four steps to a jump. In place: dot products of 3 rows x 4 tokens, 12 accumulators.
 struct Avx2Microkernel : StripTiles<Avx2Microkernel, float, float, 6, 1, 16, 16>,
-                         InPlaceSums<avx2::InPlaceTiles, 8>,
-                         InPlaceDots<avx2::InPlaceTiles, 8, 3, 4> {
+                         InPlaceBlocks<avx2::InPlaceTiles, 12>,
+                         InPlaceDots<avx2::InPlaceTiles, 16, 3, 4> {
   static constexpr index_t kColumnsDepth = 2 * kStripDepth<float>;  // longer pieces of W's rows come faster
   static_assert(kBlock == kPanelCols);  // a strip's blocks are panels, for what packs it
   template <class S>
@@ -30,19 +30,10 @@ struct Avx2Microkernel : StripTiles<Avx2Microkernel, float, float, 6, 1, 16, 16>
   template <int Rows, int Panels, class Ahead>
   AMX_SFT_MOE_TARGET_AVX2 static void tile(const float* a, index_t a_stride, const float* strip, index_t steps,
                                            const SumRows& c, Ahead& ahead) {
-    const __m256 there = avx2::sums_there(c);
     __m256 sum[std::size_t{Rows}][2];
-    AMX_SFT_MOE_UNROLL
-    for (int r = 0; r < Rows; ++r) {
-      sum[r][0] = avx2::load_sums(c.data + r * c.stride, there);
-      sum[r][1] = avx2::load_sums(c.data + r * c.stride + 8, there);
-    }
+    avx2::load_sums(c, sum);
     add_products(a, a_stride, strip, steps, sum, ahead);
-    AMX_SFT_MOE_UNROLL
-    for (int r = 0; r < Rows; ++r) {
-      _mm256_storeu_ps(c.data + r * c.stride, sum[r][0]);
-      _mm256_storeu_ps(c.data + r * c.stride + 8, sum[r][1]);
-    }
+    avx2::store_sums(sum, c);
   }
 
   template <int Rows, class T>

@@ -18,15 +18,28 @@ AMX_SFT_MOE_INLINE AMX_SFT_MOE_TARGET_AVX2 __m256i mask8(index_t n) {
   return _mm256_loadu_si256(reinterpret_cast<const __m256i*>(kMaskWindow + kLanes - lanes));
 }
 
-// All bits where C holds sums already, else none.
-AMX_SFT_MOE_INLINE AMX_SFT_MOE_TARGET_AVX2 __m256 sums_there(const SumRows& c) {
-  return _mm256_castsi256_ps(_mm256_set1_epi32(c.fresh ? 0 : -1));
+// C [Rows, 8 Vectors]: zeros where it has no sums yet, whatever memory holds, without a branch. Not a masked load: Zen 1 is
+// some seven cycles busy with one (gemm_nn of 4 and 8 rows took twice the time).
+template <std::size_t Rows, std::size_t Vectors>
+AMX_SFT_MOE_INLINE AMX_SFT_MOE_TARGET_AVX2 void load_sums(const SumRows& c, __m256 (&sum)[Rows][Vectors]) {
+  const __m256 there = _mm256_castsi256_ps(_mm256_set1_epi32(c.fresh ? 0 : -1));
+  const float* from = c.data;
+  AMX_SFT_MOE_UNROLL
+  for (std::size_t r = 0; r < Rows; ++r, from += c.stride) {
+    AMX_SFT_MOE_UNROLL
+    for (std::size_t v = 0; v < Vectors; ++v)
+      sum[r][v] = _mm256_and_ps(there, _mm256_loadu_ps(from + v * std::size_t{kLanes}));
+  }
 }
-
-// Those sums, else zeros, whatever memory holds, without a branch. Not a masked load: Zen 1 is some seven cycles busy
-// with one (gemm_nn of 4 and 8 rows took twice the time).
-AMX_SFT_MOE_INLINE AMX_SFT_MOE_TARGET_AVX2 __m256 load_sums(const float* c, __m256 there) {
-  return _mm256_and_ps(there, _mm256_loadu_ps(c));
+template <std::size_t Rows, std::size_t Vectors>
+AMX_SFT_MOE_INLINE AMX_SFT_MOE_TARGET_AVX2 void store_sums(const __m256 (&sum)[Rows][Vectors],
+                                                           const SumRows& c) {
+  float* to = c.data;
+  AMX_SFT_MOE_UNROLL
+  for (std::size_t r = 0; r < Rows; ++r, to += c.stride) {
+    AMX_SFT_MOE_UNROLL
+    for (std::size_t v = 0; v < Vectors; ++v) _mm256_storeu_ps(to + v * std::size_t{kLanes}, sum[r][v]);
+  }
 }
 
 AMX_SFT_MOE_INLINE AMX_SFT_MOE_TARGET_AVX2 __m256 widen_bf16(__m128i values) {

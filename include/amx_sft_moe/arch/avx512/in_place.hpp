@@ -1,4 +1,4 @@
-// Register tiles of the products for few rows of A, see arch/in_place.hpp.
+// Register tiles of the products for few rows of A, see arch/in_place.hpp and arch/in_place_blocks.hpp.
 #pragma once
 
 #include "amx_sft_moe/arch/avx512/vector.hpp"
@@ -45,15 +45,13 @@ AMX_SFT_MOE_INLINE AMX_SFT_MOE_TARGET_AVX512 void store_dots(const __m512 (&sum)
   }
 }
 
-// Asks for what follows a line of each row, into L1, and for what DotAhead asks.
-template <std::size_t Rows, class S>
-AMX_SFT_MOE_INLINE AMX_SFT_MOE_TARGET_AVX512 void ask_ahead(const S* const* row, DotAhead<S>& ahead,
-                                                            index_t kk) {
+// Before a line of each row.
+template <std::size_t Rows, class S, class Ahead>
+AMX_SFT_MOE_INLINE AMX_SFT_MOE_TARGET_AVX512 void ask_ahead(const S* const* row, Ahead& ahead, index_t kk) {
   constexpr index_t kCacheLine = kLineBytes / static_cast<index_t>(sizeof(S));
-  for (index_t at = kk; at < kk + kLine; at += kCacheLine) {
-    AMX_SFT_MOE_UNROLL
-    for (std::size_t r = 0; r < Rows; ++r) _mm_prefetch(bytes_behind(row[r] + at, kNearBytes), _MM_HINT_T0);
-    ahead.template turn<static_cast<int>(Rows)>(at, at == kk);
+  AMX_SFT_MOE_UNROLL
+  for (index_t at = 0; at < kLine; at += kCacheLine) {
+    ahead.template turn<static_cast<int>(Rows)>(row, kk + at, at == 0);
   }
 }
 
@@ -62,8 +60,8 @@ struct InPlaceTiles {
   static constexpr index_t kLine = avx512::kLine;
 
   // 12 rows x 32 columns: 24 accumulators, 2 registers of B, 1 broadcast of the 32 zmm. Of few rows more columns: a broadcast
-  // serves more products, and their chains hide one another's latency. A's block is copied: a row's place is part of an
-  // instruction then, and it is on one page.
+  // serves more products, and their chains hide one another's latency (of 3 rows one of 24 sums is in memory then, at the same
+  // rate). A's block is copied: a row's place is part of an instruction then, and its lines are adjacent.
   static constexpr index_t kRows = 12;
   template <int Rows, class S, class Ahead>
   AMX_SFT_MOE_TARGET_AVX512 static void block(const float* from, index_t from_stride, const S* const* b,
@@ -98,9 +96,9 @@ struct InPlaceTiles {
   }
 
   // C [Tokens, Rows] += X [Tokens, k] x rows^T, X in that order.
-  template <int Rows, int Tokens, class S>
+  template <int Rows, int Tokens, class S, class Ahead>
   AMX_SFT_MOE_TARGET_AVX512 static void dot(const S* const* row, const float* x, index_t k, const SumRows& c,
-                                            DotAhead<S>& ahead) {
+                                            Ahead& ahead) {
     __m512 sum[std::size_t{Rows}][std::size_t{Tokens}];
     AMX_SFT_MOE_UNROLL
     for (int r = 0; r < Rows; ++r) {
@@ -126,9 +124,11 @@ struct InPlaceTiles {
       const float* from, index_t stride, index_t steps, float (&a)[Rows][std::size_t{kBlockSteps}]) {
     static_assert(kBlockSteps == 2 * 16);
     const __mmask16 low = mask16(steps), high = mask16(steps > 16 ? steps - 16 : 0);
-    for (std::size_t r = 0; r < Rows; ++r, from += stride) {
-      _mm512_storeu_ps(a[r], _mm512_maskz_loadu_ps(low, from));
-      _mm512_storeu_ps(a[r] + 16, _mm512_maskz_loadu_ps(high, from + 16));
+    const index_t second = steps > 16 ? 16 : 0;  // no address behind the end of what is there
+    for (std::size_t r = 0; r < Rows; ++r) {
+      const float* row = from + static_cast<index_t>(r) * stride;
+      _mm512_storeu_ps(a[r], _mm512_maskz_loadu_ps(low, row));
+      _mm512_storeu_ps(a[r] + 16, _mm512_maskz_loadu_ps(high, row + second));
     }
   }
 

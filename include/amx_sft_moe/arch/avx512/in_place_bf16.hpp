@@ -190,9 +190,9 @@ struct InPlacePairTiles {
   }
 
   // C [Tokens, Rows] += X [Tokens, k] x rows^T, X in that order.
-  template <int Rows, int Tokens, class S>
+  template <int Rows, int Tokens, class S, class Ahead>
   AMX_SFT_MOE_TARGET_AVX512_BF16 static void dot(const S* const* row, const bf16* x, index_t k,
-                                                 const SumRows& c, DotAhead<S>& ahead) {
+                                                 const SumRows& c, Ahead& ahead) {
     __m512 sum[std::size_t{Rows}][std::size_t{Tokens}];
     AMX_SFT_MOE_UNROLL
     for (int r = 0; r < Rows; ++r) {

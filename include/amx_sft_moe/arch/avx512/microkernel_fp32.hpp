@@ -93,8 +93,8 @@ struct Avx512PairTiles : StripTiles<Avx512PairTiles, float, bf16, 12, 2, 64, 16>
 // In place: dot products of 3 rows x 8 tokens, 24 accumulators, 3 registers of W, 1 of x.
 struct Avx512Microkernel : StripTiles<Avx512Microkernel, float, float, 6, 4, 64, 4>,
                            avx512::MakesStrips<float>,
-                           InPlaceBlocks<avx512::InPlaceTiles, 16>,
-                           InPlaceDots<avx512::InPlaceTiles, 12, 3, 8> {
+                           InPlaceBlocks<avx512::InPlaceTiles, 18>,
+                           InPlaceDots<avx512::InPlaceTiles, 16, 3, 8> {
   static_assert(kBlock == kStripCols);  // a strip is one block, for what packs it
   template <class S>
   using TilesFor = std::conditional_t<std::is_same_v<S, bf16>, Avx512PairTiles, Avx512Microkernel>;
