@@ -251,8 +251,10 @@ TEST(TokenForm, DotProductsAreForFewTokens) {
   EXPECT_EQ(gemm::TokenForm::kDots, gemm::token_form<Lanes>(1));
   EXPECT_EQ(gemm::TokenForm::kDots, gemm::token_form<Lanes>(14));
   EXPECT_EQ(gemm::TokenForm::kPanels, gemm::token_form<Lanes>(15));
-  EXPECT_EQ(gemm::TokenForm::kDots, gemm::token_form<Strips>(12));
-  EXPECT_EQ(gemm::TokenForm::kStrips, gemm::token_form<Strips>(13));
+  EXPECT_EQ(gemm::TokenForm::kDots, gemm::token_form<Strips>(16));
+  EXPECT_EQ(gemm::TokenForm::kStrips, gemm::token_form<Strips>(17));
+  EXPECT_EQ(gemm::TokenForm::kDots, gemm::token_form<kernels::Avx2<bf16>>(16));
+  EXPECT_EQ(gemm::TokenForm::kStrips, gemm::token_form<kernels::Avx2<bf16>>(17));
   EXPECT_EQ(gemm::TokenForm::kPanels, gemm::token_form<kernels::AmxBf16>(1));
   EXPECT_EQ(gemm::TokenForm::kStrips, gemm::token_form<kernels::Portable<bf16>>(1));
 }
