@@ -56,7 +56,7 @@ class InPlace : public testing::Test {
     return sum;
   }
 
-  // Blocks, and dot products of floats, are always asked for in order.
+  // Blocks are always asked for in order.
   static void multiply(const E* a, index_t stride, index_t rows, const arch::RowSource<W>& b, index_t k,
                        index_t cols, const arch::SumRows& c, bool in_order) {
     if constexpr (requires { Micro::multiply_in_place(a, stride, rows, b, k, cols, c, in_order); }) {

@@ -120,7 +120,7 @@ _LEFT_OUT = re.compile(
     r"|kStripBytes =|kStripDepth =|kFarRows =|k <= k\w*Steps|part_of_columns|parts\)|parts ="
     r"|k(Widened)?(Rows|Columns)Depth =|k(Widened)?PieceCols =|const bool pieces =|const index_t wide = pieces"
     r"|<= arch::kFewFactorRows|const bool rounded =|k(Panels|Vectors) = Rows|kStepsOfLine"
-    r"|LinesInOrder ahead|lines_ = LinesInOrder|\bturns_\b|bytes_from|ahead = asked;"
+    r"|LinesInOrder ahead|lines_ = LinesInOrder|\bturns_\b|bytes_from|side_by_side_|\bfar_\b|ahead = asked;"
     # Whether a result is left in the caches: where it may be, and that others see it in time.
     r"|past_caches|_mm_sfence|kCols % kLineElements|read_soon"
     # Sizes of blocks again: plans of one class.

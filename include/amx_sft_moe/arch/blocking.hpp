@@ -55,12 +55,12 @@ inline constexpr index_t kLeastLead = 8;
 // smallest L2.
 inline constexpr index_t kLanesBytes = index_t{512} << 10;
 
-// Products in place (arch/in_place.hpp). They are as fast as memory delivers, so those of bf16 ask it twice. Far ahead
-// into L2: a core waits for some ten to sixteen lines at a time on their way to L1, for 48 on their way to L2. Then near,
-// into L1. gemm_nn: rows of B, far ahead the next block and a bit. gemm_nt: bytes along a row of W, far ahead the rows
-// that come next, in order and a bit, or side by side (FarRows). Where the CPU follows rows by itself (asks_in_order())
-// gemm_nn asks near only, whatever rows of A there are. Those of fp32 ask for what is next in order, whatever the CPU,
-// and into L2 only (in_place_blocks.hpp; NextGroup).
+// Products in place (arch/in_place.hpp). They are as fast as memory delivers, so it is asked twice. Far ahead into L2: a
+// core waits for some ten to sixteen lines at a time on their way to L1, for 48 on their way to L2. Then near, into L1.
+// gemm_nn: rows of B, far ahead the next block and a bit. gemm_nt: bytes along a row of W, far ahead the rows that come
+// next, in order and a bit, or side by side (FarRows). Where the CPU follows rows by itself (asks_in_order()) gemm_nn asks
+// near only, whatever rows of A there are. That of fp32 is asked for once, in order and into L2 in gemm_nn
+// (in_place_blocks.hpp), and side by side in gemm_nt where the CPU follows rows (NextRowsOfDots).
 inline constexpr index_t kFarRows = 8;
 inline constexpr index_t kFarBytes = 4096;
 inline constexpr index_t kNearRows = 4;

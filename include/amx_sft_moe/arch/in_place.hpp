@@ -204,23 +204,38 @@ struct DotRows {
 // before each pass, turn<Rows>(row, kk, first) before a cache line of each of Rows rows, from element kk on, `first` once for
 // the kLine elements of a tile.
 
-// The next group, line after line in the order in which they lie, each pass for its share.
+// The next rows, each pass for its share: rows of a page or more side by side, as they are read, shorter ones in the order in
+// which they lie. For fp32 on CPUs whose hardware follows rows by itself, to L1 too: there neither lines asked for in L1 nor
+// pages translated together are worth what they take (benchmarks/LOG.md, "Asked for once").
 template <class S>
-class NextGroup {
+class NextRowsOfDots {
  public:
-  explicit NextGroup(const DotRows<S>& rows) : rows_(rows), lines_(bytes_from(0)) {}
+  explicit NextRowsOfDots(const DotRows<S>& rows)
+      : rows_(rows), side_by_side_(rows.k * index_t{sizeof(S)} >= kPageBytes), lines_(bytes_from(0)) {}
 
   void before(index_t o, index_t t) {
     const index_t next = o + rows_.group;
-    if (t == 0 && next < rows_.outs) lines_ = LinesInOrder(bytes_from(next));
+    if (t > 0) return;
+    if (next < rows_.outs) lines_ = LinesInOrder(bytes_from(next));
+    for (index_t i = 0; i < rows_.group; ++i) {
+      far_[i] = reinterpret_cast<std::uintptr_t>(rows_.w.row(std::min(next + i, rows_.outs - 1)));
+    }
   }
 
   template <int Rows>
   AMX_SFT_MOE_INLINE void turn(const S* const* /*row*/, index_t /*kk*/, bool /*first*/) {
     if (++turns_ < rows_.passes) return;
     turns_ = 0;
+    if (!side_by_side_) {
+      AMX_SFT_MOE_UNROLL
+      for (int r = 0; r < Rows; ++r) lines_.turn();
+      return;
+    }
     AMX_SFT_MOE_UNROLL
-    for (int r = 0; r < Rows; ++r) lines_.turn();
+    for (int r = 0; r < Rows; ++r) {
+      ask_for_line(far_[r]);
+      far_[r] += std::uintptr_t{kLineBytes};
+    }
   }
 
  private:
@@ -229,8 +244,10 @@ class NextGroup {
   }
 
   DotRows<S> rows_;
+  bool side_by_side_;
   LinesInOrder lines_;
-  index_t turns_ = 0;  // since some asked
+  std::uintptr_t far_[4] = {};  // what to ask for next of each
+  index_t turns_ = 0;           // since some asked
 };
 
 // Rows further on, evenly over `turns`, where that is what the CPU likes. Else the next ones side by side, of each the
@@ -315,15 +332,16 @@ struct InPlaceDots {
                            const SumRows& c, bool in_order = asks_in_order()) {
     const DotRows<S> rows{w, outs, k, DotOuts, ceil_div(tokens, DotTokens)};
     if constexpr (kPairing<X> == 1) {
-      NextGroup<S> ahead(rows);
-      dot_groups(rows, ordered, tokens, c, ahead);
-    } else {
-      // In order and with x on its way from L2 it took up to 1.2 times as long (benchmarks/LOG.md, "Zen 5").
-      in_order = in_order && tokens * k * index_t{sizeof(X)} <= kSumsBytes;
-      const index_t steps = k / std::max<index_t>(Tiles::kLine, kLineBytes / index_t{sizeof(S)});
-      FarRows<S> ahead(rows, ceil_div(outs, DotOuts) * rows.passes * steps, in_order);
-      dot_groups(rows, ordered, tokens, c, ahead);
+      if (!in_order) {
+        NextRowsOfDots<S> ahead(rows);
+        return dot_groups(rows, ordered, tokens, c, ahead);
+      }
     }
+    // In order and with x on its way from L2 it took up to 1.2 times as long (benchmarks/LOG.md, "Zen 5").
+    in_order = in_order && tokens * k * index_t{sizeof(X)} <= kSumsBytes;
+    const index_t steps = k / std::max<index_t>(Tiles::kLine, kLineBytes / index_t{sizeof(S)});
+    FarRows<S> ahead(rows, ceil_div(outs, DotOuts) * rows.passes * steps, in_order);
+    dot_groups(rows, ordered, tokens, c, ahead);
   }
 
  private:
