@@ -40,12 +40,13 @@ LeadingPrefetch rows_in_order(const RowSource<S>& source, index_t rows, index_t 
   return {BytesAhead{first, 0, source.row_stride * kSize, rows, cols * kSize}, lead};
 }
 
-// C [Rows, cols] += a [Rows, Depth] x rows of B, with rows to be asked for. Where products are of pairs, `a` holds pairs,
-// and the last of 2 Depth rows is null where K is odd.
+// C [Rows, cols] += a [Rows, Depth] x rows of B, with rows to be asked for. `a` holds pairs, and the last of 2 Depth rows is
+// null where K is odd.
 template <class E, std::size_t Rows, std::size_t Depth, class S>
 struct InPlaceSteps {
+  static_assert(kPairing<E> == 2);  // else in_place_blocks.hpp
   static constexpr std::size_t kRows = Depth * kPairing<E>;
-  std::conditional_t<kPairing<E> == 1, float, std::int32_t> a[Rows][Depth];
+  std::int32_t a[Rows][Depth];
   const S* b[kRows];
   const S* near[kRows];
   bool asks_near;
@@ -301,7 +302,7 @@ class FarRows {
 //   static void dot(const S* const* rows, const Element* x, index_t k, const SumRows& c, Ahead& ahead);
 //   template <class S>                 // X [tokens, k] -> [k / kLine][tokens][kLine], zeros behind k
 //   static void order(const Element* x, index_t x_stride, index_t tokens, index_t k, Element* to);
-// which has ahead.turn<O>(kk, first) for each cache line of a row from kk on, `first` once for kLine elements. kLine
+// which has ahead.turn<O>(rows, kk, first) for each cache line of a row from kk on, `first` once for kLine elements. kLine
 // elements of a row of W are one or two vectors of products, in an order that suits the type and the instructions.
 template <class Tiles, int MostTokens, int DotOuts, int DotTokens>
 struct InPlaceDots {
