@@ -66,12 +66,12 @@ class InPlace : public testing::Test {
     }
   }
 
-  // C = A [1 to 19 and 37 rows, k] x B [k, cols].
+  // C = A [0 to 19 and 37 rows, k] x B [k, cols].
   void sums_are_exact(index_t k, index_t cols) {
     const index_t stride = stride_of_x(k);
     const sft_test::GuardedMemory memory(static_cast<std::size_t>(k * cols) * sizeof(W), sft_test::Edge::kEnd);
     const W* b = weights(memory, k * cols);
-    for (index_t rows = 1; rows <= 37; rows += rows < 19 ? 1 : 18) {
+    for (index_t rows = 0; rows <= 37; rows += rows < 19 ? 1 : 18) {
       if (!Micro::in_place(k, rows)) continue;
       const sft_test::GuardedMemory memory_of_a = memory_of_x(rows * stride);
       const E* a = rows_of_x(memory_of_a, rows, k, stride);

@@ -41,7 +41,7 @@ class BlockWalk {
     here_ = next_;
     const bool below = here_.kk + here_.steps < k_;
     const index_t kk = below ? here_.kk + here_.steps : 0;
-    const index_t col = below ? here_.col : here_.col + wide_;
+    const index_t col = below ? here_.col : std::min(here_.col + wide_, cols_);
     const index_t steps = col < cols_ ? std::min({most_, 2 * here_.steps, k_ - kk}) : 0;
     next_ = {kk, col, steps, std::min(wide_, cols_ - col)};
   }
@@ -90,8 +90,7 @@ struct InPlaceBlocks {
                                                     c.from(r, 0), asked);
     };
     NothingAhead nothing;
-    ahead.any() ? tile(0, ahead) : tile(0, nothing);
-    for (index_t r = kRows; r < rows; r += kRows) tile(r, nothing);
+    for (index_t r = 0; r < rows; r += kRows) r == 0 && ahead.any() ? tile(r, ahead) : tile(r, nothing);
   }
 
   template <class S, class Ahead>
