@@ -122,11 +122,11 @@ TEST(BoundedFile, IsTheSameOneInAnotherFolder) {
   std::filesystem::current_path(path.parent_path());
   BoundedFile file(path.filename().string(), 1000, "", "the end\n");
   EXPECT_TRUE(file.usable(true));
-  file.append("one ");
+  file.append("one\n");
   std::filesystem::current_path("/");
-  file.append("two");
+  file.append("two\n");
   std::filesystem::current_path(here);
-  EXPECT_EQ(contents(path), "one two");
+  EXPECT_EQ(contents(path), "one\ntwo\n");
 }
 
 TEST(StandardError, RecordsOfThreadsDoNotMixInAPipe) {

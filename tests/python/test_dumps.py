@@ -18,7 +18,6 @@ from typing import Any
 
 import pytest
 
-from amx_sft_moe import SftMoe
 from cases import Sizes
 from reference import make_layer, run
 
@@ -33,6 +32,10 @@ def events_of(path: Path) -> list[dict[str, Any]]:
     """A trace is an array without its end; what was cut off inside of an event is not there."""
     text = path.read_text()
     return json.loads(text[: text.rindex("},\n") + 1] + "]")
+
+
+def steps_of(path: Path) -> list[dict[str, Any]]:
+    return [event for event in events_of(path) if event.get("cat") == "step"]
 
 
 @pytest.fixture
@@ -188,7 +191,7 @@ def test_names_and_numbers_of_operators(files: dict[str, Path]) -> None:
     lines = lines_of(files["json"])
     assert [line["name"] for line in lines] == [name, name, "", ""]
     assert lines[0]["operator"] == lines[1]["operator"] < lines[2]["operator"]
-    steps = [event for event in events_of(files["trace"]) if event.get("cat") == "step"]
+    steps = steps_of(files["trace"])
     assert [event["name"] for event in steps] == [f"{name} forward", f"{name} backward", "forward", "backward"]
     assert steps[0]["args"]["layer"] == name
     with pytest.raises(TypeError, match="name: expected a str, got int"):
@@ -270,13 +273,25 @@ def test_files_of_a_killed_process(files: dict[str, Path]) -> None:
     text = files["json"].read_text()
     whole = [json.loads(line) for line in text[: text.rindex("\n")].splitlines()]
     assert {line["pid"] for line in whole} == {process.pid}
-    steps = [event for event in events_of(files["trace"]) if event.get("cat") == "step"]
+    steps = steps_of(files["trace"])
     # Both files have every pass that ended, but for the one that the signal met.
     assert abs(len(whole) - len(steps)) <= 1
     assert [event["args"]["step"] for event in steps[::2]] == list(range(len(steps[::2])))
-    # A process that goes on with these files finds them as they are.
-    before = len(steps)
-    run(SftMoe(6, 2, 64, 48, name="later"), make_layer(SIZES))
-    if text.endswith("\n"):
-        later = [event for event in events_of(files["trace"]) if event.get("cat") == "step"][before:]
-        assert [event["name"] for event in later] == ["later forward", "later backward"]
+
+
+@pytest.mark.parametrize("cut", [0, 1, 17, 4096])
+def test_files_that_a_kill_cut_off_are_gone_on_with(files: dict[str, Path], cut: int) -> None:
+    layer = make_layer(SIZES)
+    first = SIZES.operator(name="first")
+    for _ in range(4):
+        run(first, layer)
+    for path in files.values():
+        os.truncate(path, path.stat().st_size - cut)
+    run(SIZES.operator(name="later"), layer)
+    names = [line["name"] for line in lines_of(files["json"])]
+    assert names[-2:] == ["later", "later"]
+    assert set(names[:-2]) == {"first"}
+    assert len(names) == 10 if cut == 0 else 8 <= len(names) <= 9
+    steps = [event["name"] for event in steps_of(files["trace"])]
+    assert steps[-2:] == ["later forward", "later backward"]
+    assert steps[:6] == ["first forward", "first backward"] * 3

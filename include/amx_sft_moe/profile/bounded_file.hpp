@@ -12,13 +12,15 @@
 #include <system_error>
 #include <utility>
 
+#include "amx_sft_moe/profile/last_line.hpp"
 #include "amx_sft_moe/profile/pipe_writer.hpp"
 
 AMX_SFT_MOE_NAMESPACE_BEGIN
 
 // Opened anew for each record, so that nothing has to be closed or shared, and a process that is killed leaves
-// every record that it finished. The file itself says how full it is: the record that would not fit is replaced
-// by spaces and the end mark up to the limit, and whoever finds the file that large writes no more.
+// every record that it finished. A line that the kill met is taken away by who writes next, whose record would be read as
+// its rest. The file itself says how full it is: the record that would not fit is replaced by spaces and the end mark up
+// to the limit, and whoever finds the file that large writes no more.
 //
 // The name may be a pipe's or a terminal's too (profile/pipe_writer.hpp): a step never waits for their reader to come,
 // and not for long for one that does not read, or for one who keeps the file's lock.
@@ -86,11 +88,16 @@ class BoundedFile {
 
   void append_to(int file, std::int64_t size, std::string_view record) const {
     if (size >= limit_) return;
-    const std::int64_t head = size == 0 ? length(head_) : 0;
-    const std::int64_t left = limit_ - size - head;
-    if (head == 0 && left >= length(record) + length(end_)) return write_whole(file, size, record);
-    std::string text = size == 0 ? head_ : std::string();
-    if (left >= length(record) + length(end_)) {
+    const LastLine last(path_, file, size);
+    if (last.begins_like(record) && ::ftruncate(file, last.begin()) == 0) size = last.begin();
+    std::string_view head;
+    if (size == 0) head = head_;
+    if (last.begin() < size) head = "\n";  // behind the line of whoever else
+    const std::int64_t left = limit_ - size - length(head);
+    const bool fits = left >= length(record) + length(end_);
+    if (fits && head.empty()) return write_whole(file, size, record);
+    std::string text(head);
+    if (fits) {
       text += record;
     } else {
       if (left < length(end_)) return;  // the limit was lowered, or is none

@@ -1,0 +1,54 @@
+// A file whose last line has no end, as of a writer that was killed inside of its write(): only a line of ours goes, and no
+// record is read as the rest of whatever was there.
+#include <gtest/gtest.h>
+
+#include <cstdint>
+#include <fstream>
+#include <string>
+
+#include "amx_sft_moe/profile/bounded_file.hpp"
+#include "environment.hpp"
+
+namespace sft_test {
+namespace {
+
+using amx_sft_moe::BoundedFile;
+
+TEST(LastLine, IsTakenAwayWhereAKillMetIt) {
+  const std::string step = R"({"format":"amx_sft_moe.step/1","index":)", event = R"({"ph":"X","ts":)";
+  const std::string megabyte(std::size_t{1} << 20, '7');
+  struct Found {
+    std::string before, record, after;
+  };
+  for (const auto& [before, record, after] : {
+           Found{step + "0}\n" + step, step + "1}\n", step + "0}\n" + step + "1}\n"},
+           Found{step + "0}\n{", step + "1}\n", step + "0}\n" + step + "1}\n"},
+           Found{step + megabyte, step + "1}\n", "[\n" + step + "1}\n"},
+           Found{"[\n" + event + "1},\n" + event + megabyte, event + "2},\n",
+                 "[\n" + event + "1},\n" + event + "2},\n"},
+           // Not ours: nothing of it is taken, and the record has a line of its own.
+           Found{"a line", step + "1}\n", "a line\n" + step + "1}\n"},
+           Found{"[" + event + "1}]", event + "2},\n", "[" + event + "1}]\n" + event + "2},\n"},
+           Found{step + "0}\n", step + "1}\n", step + "0}\n" + step + "1}\n"},
+           Found{"\n", step + "1}\n", "\n" + step + "1}\n"},
+       }) {
+    const auto path = fresh_file("torn");
+    std::ofstream(path, std::ios::binary) << before;
+    BoundedFile(path.string(), 1 << 24, "[\n", "ended\n").append(record);
+    EXPECT_TRUE(contents(path) == after) << before.substr(0, 60) << " became " << contents(path).substr(0, 200);
+  }
+}
+
+TEST(LastLine, StaysInAFullFile) {
+  const auto path = fresh_file("torn_and_full");
+  const std::string before = R"({"ph":"X","t)";
+  std::ofstream(path, std::ios::binary) << before;
+  const auto limit = static_cast<std::int64_t>(before.size());
+  BoundedFile(path.string(), limit, "[\n", "ended\n").append(R"({"ph":"X","ts":1},)" "\n");
+  EXPECT_EQ(contents(path), before);
+  BoundedFile(path.string(), 2 * limit, "[\n", "ended\n").append(R"({"ph":"X","ts":123456},)" "\n");
+  EXPECT_EQ(contents(path), "[\n" + std::string(2 * before.size() - 8, ' ') + "ended\n");
+}
+
+}  // namespace
+}  // namespace sft_test
