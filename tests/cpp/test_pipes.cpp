@@ -151,7 +151,7 @@ TEST(LargestFile, EndsTheDumpsOnly) {
   const rlimit small{1000, before.rlim_max};
   ASSERT_EQ(setrlimit(RLIMIT_FSIZE, &small), 0);
   BoundedFile out(path, 1 << 20, "", "");
-  for (int n = 0; n < 3; ++n) out.append(std::string(400, 'x'));
+  for (int n = 0; n < 3; ++n) out.append(std::string(399, 'x') + "\n");
   const int file = open(path.c_str(), O_WRONLY | O_APPEND);
   PipeWriter().write(file, std::string(300, 'y'));  // as to standard error, beyond what is left
   close(file);
