@@ -27,7 +27,7 @@ TOKEN_REGIONS = ("sum_tokens", "grad_sum_tokens")  # their tasks are tokens, not
 # microkernels). Kernels not named here know one way.
 # gemm_nn and gemm_tn choose by a task's own rows, which is what was measured.
 NT_REGIONS = ("gather", "gate_up", "down")
-IN_PLACE_ROWS = {"avx512": 16, "avx512_bf16": 14, "avx2": 16}
+IN_PLACE_ROWS = {"avx512": 32, "avx512_bf16": 14, "avx2": 24}
 LORA_A_DOWN = -1  # kind of what the last task of a group of gate_up goes on with
 
 

@@ -252,11 +252,27 @@ TEST(TokenForm, DotProductsAreForFewTokens) {
   EXPECT_EQ(gemm::TokenForm::kDots, gemm::token_form<Lanes>(14));
   EXPECT_EQ(gemm::TokenForm::kPanels, gemm::token_form<Lanes>(15));
   EXPECT_EQ(gemm::TokenForm::kDots, gemm::token_form<Strips>(16));
-  EXPECT_EQ(gemm::TokenForm::kStrips, gemm::token_form<Strips>(17));
+  EXPECT_EQ(gemm::TokenForm::kShortDots, gemm::token_form<Strips>(17));
+  EXPECT_EQ(gemm::TokenForm::kShortDots, gemm::token_form<Strips>(32));
+  EXPECT_EQ(gemm::TokenForm::kStrips, gemm::token_form<Strips>(33));
   EXPECT_EQ(gemm::TokenForm::kDots, gemm::token_form<kernels::Avx2<bf16>>(16));
-  EXPECT_EQ(gemm::TokenForm::kStrips, gemm::token_form<kernels::Avx2<bf16>>(17));
+  EXPECT_EQ(gemm::TokenForm::kShortDots, gemm::token_form<kernels::Avx2<bf16>>(24));
+  EXPECT_EQ(gemm::TokenForm::kStrips, gemm::token_form<kernels::Avx2<bf16>>(25));
   EXPECT_EQ(gemm::TokenForm::kPanels, gemm::token_form<kernels::AmxBf16>(1));
   EXPECT_EQ(gemm::TokenForm::kStrips, gemm::token_form<kernels::Portable<bf16>>(1));
+}
+
+TEST(TokenForm, DotProductsOfMoreTokensAreForRowsOfWhichXHasRoom) {
+  using Form = gemm::TokenForm;
+  for (const Form form : {Form::kDots, Form::kShortDots}) {
+    EXPECT_FALSE(gemm::by_dots(form, 63));
+    EXPECT_TRUE(gemm::by_dots(form, 64));
+    EXPECT_TRUE(gemm::by_dots(form, 4096));
+  }
+  EXPECT_TRUE(gemm::by_dots(Form::kDots, 4097));
+  EXPECT_FALSE(gemm::by_dots(Form::kShortDots, 4097));
+  EXPECT_FALSE(gemm::by_dots(Form::kStrips, 64));
+  EXPECT_FALSE(gemm::by_dots(Form::kPanels, 64));
 }
 
 // Tasks begin where a panel does, none is much larger than what fits, and there are no more than parts of half as many again.

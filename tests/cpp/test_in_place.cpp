@@ -91,13 +91,15 @@ class InPlace : public testing::Test {
     }
   }
 
-  // C [tokens, outs] = X [1 to 17 tokens, k] x W^T, W [outs, k].
+  static constexpr bool dots(index_t tokens) { return Micro::dots(tokens) || Micro::short_dots(tokens); }
+
+  // C [tokens, outs] = X [1 to 33 tokens, k] x W^T, W [outs, k].
   void dots_are_exact(index_t k, index_t outs) {
     const index_t stride = stride_of_x(k);
     const sft_test::GuardedMemory memory(static_cast<std::size_t>(k * outs) * sizeof(W), sft_test::Edge::kEnd);
     const W* w = weights(memory, k * outs);
-    for (index_t tokens = 1; tokens <= 17; ++tokens) {
-      if (!Micro::dots(tokens)) continue;
+    for (index_t tokens = 1; tokens <= 33; ++tokens) {
+      if (!dots(tokens)) continue;
       const sft_test::GuardedMemory memory_of_tokens = memory_of_x(tokens * stride);
       const E* x = rows_of_x(memory_of_tokens, tokens, k, stride);
       AlignedBuffer<E> ordered(Micro::ordered_size(tokens, k));

@@ -34,6 +34,7 @@ PARTS = {
         ("arch/*.hpp",),
         (("portable_bf16", "avx2_bf16"), ("avx512_bf16",), _TILES),
         (
+            "test_dot_blocks",
             "test_finished_strips",
             "test_gemm_columns",
             "test_gemm_tokens",
@@ -49,13 +50,16 @@ PARTS = {
         ("test_finished_strips",),
     ),
     "arch/avx2": Part(
-        14, ("arch/avx2/*.hpp",), (("avx2_bf16", "avx2_fp32"),), ("test_finished_strips", "test_in_place")
+        14,
+        ("arch/avx2/*.hpp",),
+        (("avx2_bf16", "avx2_fp32"),),
+        ("test_dot_blocks", "test_finished_strips", "test_in_place"),
     ),
     "arch/avx512": Part(  # the tiles' rows are packed there
         24,
         ("arch/avx512/*.hpp",),
         (("avx512_bf16", "avx512_bf16_bf16"), _TILES),
-        ("test_finished_strips", "test_gemm_columns", "test_gemm_tokens", "test_in_place"),
+        ("test_dot_blocks", "test_finished_strips", "test_gemm_columns", "test_gemm_tokens", "test_in_place"),
     ),
     "arch/amx": Part(12, ("arch/amx/*.hpp",), (_TILES,)),
     "core": Part(
@@ -120,7 +124,7 @@ _LEFT_OUT = re.compile(
     r"|kStripBytes =|kStripDepth =|kFarRows =|k <= k\w*Steps|part_of_columns|parts\)|parts ="
     r"|k(Widened)?(Rows|Columns)Depth =|k(Widened)?PieceCols =|const bool pieces =|const index_t wide = pieces"
     r"|<= arch::kFewFactorRows|const bool rounded =|k(Panels|Vectors) = Rows|kStepsOfLine"
-    r"|LinesInOrder ahead|lines_ = LinesInOrder|\bturns_\b|bytes_from|side_by_side_|\bfar_\b|ahead = asked;"
+    r"|LinesInOrder ahead|\bfar_\b|ahead = asked;|kDotBlock\w+|kDotPartBytes|kDotsInOrder|2 \* here, most"
     # Whether a result is left in the caches: where it may be, and that others see it in time.
     r"|past_caches|_mm_sfence|kCols % kLineElements|read_soon"
     # Sizes of blocks again: plans of one class.

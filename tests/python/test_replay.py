@@ -129,7 +129,7 @@ class TestCosts:
 
 def test_rows_in_place_are_those_of_the_microkernels() -> None:
     headers = sorted((ROOT / "include" / "amx_sft_moe" / "arch").glob("*/microkernel*.hpp"))
-    tiles = re.compile(r"InPlaceDots<(\w+)::InPlace(\w*)Tiles, (\d+),")  # MostTokens
+    tiles = re.compile(r"InPlaceDots<(\w+)::InPlace(\w*)Tiles, \d+, (\d+),")  # MostOfShort
     found = [match for header in headers for match in tiles.findall(header.read_text(encoding="utf-8"))]
     suffixes = {"": "", "Pair": "_bf16"}
     assert {arch + suffixes[kind]: int(rows) for arch, kind, rows in found} == tasklist.IN_PLACE_ROWS

@@ -1,7 +1,7 @@
 // Sizes and distances within products, with what they follow from: the caches of a core, and how many lines it asks
 // memory for at a time. Those of tasks and panels are gemm/blocking.hpp's. Compiled in, as L1 is 32 or 48 KiB in all CPUs
 // with AVX2 or more; L2, which differs more, is asked for at run time there. They change speed, never bits, but for
-// kLongDot and rows_of_stream(), which are the same on every machine.
+// kLongDot, kShortDot and rows_of_stream(), which are the same on every machine.
 #pragma once
 
 #include "amx_sft_moe/core/element.hpp"
@@ -60,7 +60,7 @@ inline constexpr index_t kLanesBytes = index_t{512} << 10;
 // gemm_nn: rows of B, far ahead the next block and a bit. gemm_nt: bytes along a row of W, far ahead the rows that come
 // next, in order and a bit, or side by side (FarRows). Where the CPU follows rows by itself (asks_in_order()) gemm_nn asks
 // near only, whatever rows of A there are. That of fp32 is asked for once, in order and into L2 in gemm_nn
-// (in_place_blocks.hpp), and side by side in gemm_nt where the CPU follows rows (NextRowsOfDots).
+// (in_place_blocks.hpp), and by blocks in gemm_nt where the CPU follows rows, or tokens are many (dot_blocks.hpp).
 inline constexpr index_t kFarRows = 8;
 inline constexpr index_t kFarBytes = 4096;
 inline constexpr index_t kNearRows = 4;
@@ -76,6 +76,13 @@ inline constexpr index_t kSumsBytes = index_t{24} << 10;
 inline constexpr index_t kBlockSteps = 32, kFirstBlockSteps = 8;
 inline constexpr index_t kBlockBytes = index_t{256} << 10;
 inline constexpr index_t kBlockRowBytes = index_t{16} << 10;
+// Blocks of W's rows whose dot products have K in parts (arch/dot_blocks.hpp): rows and bytes at most, two blocks and x beside
+// them in 1 MiB of L2; bytes of the x of a part, where all of it takes more than kSumsBytes. And tokens up to which CPUs that
+// like memory in order have dot products without blocks: as that was measured.
+inline constexpr index_t kDotBlockRows = 24;
+inline constexpr index_t kDotBlockBytes = index_t{96} << 10;
+inline constexpr index_t kDotPartBytes = index_t{16} << 10;
+inline constexpr index_t kDotsInOrder = 16;
 // Steps along K up to which any number of rows is multiplied in place: making so shallow a strip takes longer than
 // reading B once more for every few of them. Where B is read so often, twice as many take as long either way, except in
 // gradients of LoRA's factors (kFewTokens).
@@ -94,6 +101,8 @@ inline constexpr index_t kFactorBlockSums = 4096;
 // K from which gemm_nt multiplies in place: a dot product ends with a sum over lanes, which costs as much as several
 // vectors of products.
 inline constexpr index_t kLongDot = 64;
+// And K up to which it does for so many tokens (up to 32) that x takes half of the smallest L2.
+inline constexpr index_t kShortDot = 4096;
 
 // Panels (pack_rows of each instruction set): rows asked for ahead. Rows of a weight are 4 to 28 KiB apart, which
 // hardware prefetchers do not follow. Eight is what served; it follows from nothing.

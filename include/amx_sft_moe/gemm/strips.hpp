@@ -263,14 +263,14 @@ void multiply_rows(Scratch& scratch, const AnyRows& a, index_t rows, const AnyRo
 }
 
 // C [tokens, out] += X [tokens, k] x W^T, W [out, k]; X in rows `x_stride` apart, zeros up to the kernel's unit. A term
-// with less than kLongDot steps goes by strips, whatever the form.
+// that is not by_dots() goes by strips, whatever the form.
 template <class Kernel>
 void multiply_columns(Scratch& scratch, TokenForm form, const typename Kernel::Compute* x, index_t x_stride,
                       index_t tokens, const AnyRows& w, index_t out, index_t k, const arch::SumRows& c) {
   using Micro = typename Kernel::Microkernel;
   using E = typename Kernel::Compute;
   if constexpr (DotsInPlace<Kernel>) {
-    if (form == TokenForm::kDots && k >= arch::kLongDot) {
+    if (by_dots(form, k)) {
       return with_adjacent_rows<Kernel>(scratch, w, out, k, [&]<class S>(const arch::RowSource<S>& source) {
         E* ordered = scratch.a_rows.template as<E>(Micro::ordered_size(tokens, k));
         Micro::template order_tokens<S>(x, x_stride, tokens, k, ordered);

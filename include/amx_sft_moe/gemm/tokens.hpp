@@ -49,8 +49,15 @@ constexpr index_t padded_k(index_t k) {
 }
 
 // How an expert's tokens are multiplied with a weight, and so how they lie: in rows for dot products with rows of the weight
-// where these lie (but for terms with few steps along K: strips), in rows for strips, or in panels.
-enum class TokenForm : std::uint8_t { kDots, kStrips, kPanels };
+// where these lie (by_dots(); else strips), in rows for strips, or in panels.
+enum class TokenForm : std::uint8_t { kDots, kShortDots, kStrips, kPanels };
+
+// Whether a term of k steps has dot products. Few steps do not pay for their sums over lanes; of more tokens than kDots is for,
+// x of many steps has no room beside the weight's rows.
+constexpr bool by_dots(TokenForm form, index_t k) {
+  if (k < arch::kLongDot) return false;
+  return form == TokenForm::kDots || (form == TokenForm::kShortDots && k <= arch::kShortDot);
+}
 
 // The form of all operands of an expert's products, LoRA's included. Sums of dot products are in another order: all tokens of
 // the expert decide, and not how this machine's caches cut these into tasks: the same bits on every machine.
@@ -58,6 +65,7 @@ template <class Kernel>
 constexpr TokenForm token_form(index_t all_tokens) {
   if constexpr (DotsInPlace<Kernel>) {
     if (Kernel::Microkernel::dots(all_tokens)) return TokenForm::kDots;
+    if (Kernel::Microkernel::short_dots(all_tokens)) return TokenForm::kShortDots;
   }
   return PanelsOfTokens<Kernel> ? TokenForm::kPanels : TokenForm::kStrips;
 }

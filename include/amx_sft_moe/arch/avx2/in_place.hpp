@@ -4,8 +4,8 @@
 #include <algorithm>
 
 #include "amx_sft_moe/arch/avx2/vector.hpp"
-#include "amx_sft_moe/arch/in_place.hpp"
 #include "amx_sft_moe/arch/in_place_blocks.hpp"
+#include "amx_sft_moe/arch/in_place_dots.hpp"
 
 AMX_SFT_MOE_NAMESPACE_BEGIN
 namespace arch::avx2 {
@@ -76,25 +76,66 @@ struct InPlaceTiles {
   template <int Rows, int Tokens, class S, class Ahead>
   AMX_SFT_MOE_TARGET_AVX2 static void dot(const S* const* row, const float* x, index_t k, const SumRows& c,
                                           Ahead& ahead) {
+    __m256 sum[std::size_t{Rows}][std::size_t{Tokens}];
+    clear_sums(sum);
+    add_dots(sum, row, x, k, [&](index_t kk, bool first) { ahead.template turn<Rows>(row, kk, first); });
+    store_dots(sum, c);
+  }
+
+  // The same of a part of K, for three rows after the other.
+  static constexpr index_t kSumLanes = kLanes;
+  template <int Tokens, int Lines, class S>
+  AMX_SFT_MOE_TARGET_AVX2 static void dot_part(const DotPart<S>& part, const float* x, const SumRows& c,
+                                               NextBlockOfDots& ahead) {
+    index_t o = 0;
+    for (; o + 3 <= part.rows; o += 3) dot_tile<3, Tokens>(part, o, x, c, ahead.template lines<Lines>(o));
+    if (part.rows - o == 2) dot_tile<2, Tokens>(part, o, x, c, ahead.template lines<Lines>(o));
+    if (part.rows - o == 1) dot_tile<1, Tokens>(part, o, x, c, ahead.template lines<Lines>(o));
+  }
+
+ private:
+  template <int Rows, int Tokens, int Lines, class S>
+  AMX_SFT_MOE_INLINE AMX_SFT_MOE_TARGET_AVX2 static void dot_tile(const DotPart<S>& part, index_t o,
+                                                                  const float* x, const SumRows& c,
+                                                                  LinesOfTile<Lines> lines) {
+    const S* row[std::size_t{Rows}];
+    for (int r = 0; r < Rows; ++r) row[r] = part.w + (o + r) * part.row_stride;
+    __m256 sum[std::size_t{Rows}][std::size_t{Tokens}];
+    const SumRows sums{part.sums + o * Tokens * kSumLanes, Tokens * kSumLanes, false};
+    clear_sums(sum);
+    if (!part.first) load_sums(sums, sum);
+    add_dots(sum, row, x, part.k, [&](index_t /*kk*/, bool /*first*/) { lines.turn(); });
+    part.last ? store_dots(sum, c.from(0, o)) : store_sums(sum, sums);
+  }
+
+  template <std::size_t Rows, std::size_t Tokens>
+  AMX_SFT_MOE_INLINE AMX_SFT_MOE_TARGET_AVX2 static void clear_sums(__m256 (&sum)[Rows][Tokens]) {
+    AMX_SFT_MOE_UNROLL
+    for (std::size_t r = 0; r < Rows; ++r) {
+      AMX_SFT_MOE_UNROLL
+      for (std::size_t t = 0; t < Tokens; ++t) sum[r][t] = _mm256_setzero_ps();
+    }
+  }
+
+  // With ask(kk, first) before each cache line of the rows, `first` once for kLine elements.
+  template <std::size_t Rows, std::size_t Tokens, class S, class Ask>
+  AMX_SFT_MOE_INLINE AMX_SFT_MOE_TARGET_AVX2 static void add_dots(__m256 (&sum)[Rows][Tokens],
+                                                                  const S* const* row, const float* x,
+                                                                  index_t k, const Ask& ask) {
     constexpr index_t kCacheLine = kLineBytes / static_cast<index_t>(sizeof(S));
     constexpr index_t kStep = std::max(kLine, kCacheLine);
-    __m256 sum[std::size_t{Rows}][std::size_t{Tokens}];
-    AMX_SFT_MOE_UNROLL
-    for (int r = 0; r < Rows; ++r) {
-      AMX_SFT_MOE_UNROLL
-      for (int t = 0; t < Tokens; ++t) sum[r][t] = _mm256_setzero_ps();
-    }
+    constexpr index_t kTokens = Tokens;
     index_t kk = 0;
     for (; kk + kStep <= k; kk += kStep) {
       AMX_SFT_MOE_UNROLL
-      for (index_t at = kk; at < kk + kStep; at += kCacheLine) ahead.template turn<Rows>(row, at, at == kk);
+      for (index_t at = kk; at < kk + kStep; at += kCacheLine) ask(at, at == kk);
       AMX_SFT_MOE_UNROLL
-      for (index_t at = kk; at < kk + kStep; at += kLine, x += kLine * Tokens) {
+      for (index_t at = kk; at < kk + kStep; at += kLine, x += kLine * kTokens) {
         dot_line<true, 0>(sum, row, at, kLine, x);
         dot_line<true, 1>(sum, row, at, kLine, x);
       }
     }
-    for (; kk + kLine <= k; kk += kLine, x += kLine * Tokens) {
+    for (; kk + kLine <= k; kk += kLine, x += kLine * kTokens) {
       dot_line<true, 0>(sum, row, kk, kLine, x);
       dot_line<true, 1>(sum, row, kk, kLine, x);
     }
@@ -102,22 +143,24 @@ struct InPlaceTiles {
       dot_line<false, 0>(sum, row, kk, k - kk, x);
       dot_line<false, 1>(sum, row, kk, k - kk, x);
     }
+  }
+
+  // C [Tokens, Rows] += the sums over the lanes of each.
+  template <std::size_t Rows, std::size_t Tokens>
+  AMX_SFT_MOE_INLINE AMX_SFT_MOE_TARGET_AVX2 static void store_dots(const __m256 (&sum)[Rows][Tokens],
+                                                                    const SumRows& c) {
     static_assert(Rows <= 3);
-    constexpr int kSecond = Rows > 1 ? 1 : 0;
-    constexpr int kThird = Rows > 2 ? 2 : 0;
+    constexpr std::size_t kSecond = Rows > 1 ? 1 : 0, kThird = Rows > 2 ? 2 : 0;
     AMX_SFT_MOE_UNROLL
-    for (int t = 0; t < Tokens; ++t) {
+    for (std::size_t t = 0; t < Tokens; ++t) {
       alignas(16) float of_row[4];
       _mm_store_ps(of_row, sum_lanes(sum[0][t], sum[kSecond][t], sum[kThird][t], sum[0][t]));
+      float* to = c.data + static_cast<index_t>(t) * c.stride;
       AMX_SFT_MOE_UNROLL
-      for (int r = 0; r < Rows; ++r) {
-        float& to = c.data[t * c.stride + r];
-        to = c.fresh ? of_row[r] : to + of_row[r];
-      }
+      for (std::size_t r = 0; r < Rows; ++r) to[r] = c.fresh ? of_row[r] : to[r] + of_row[r];
     }
   }
 
- private:
   // Columns [j, j + 8 Vectors), or the first n of the 8 from j on.
   template <int Vectors, bool Whole, std::size_t Rows, class S, class Ahead>
   AMX_SFT_MOE_INLINE AMX_SFT_MOE_TARGET_AVX2 static void block_tile(

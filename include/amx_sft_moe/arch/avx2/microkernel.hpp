@@ -15,7 +15,7 @@ namespace arch {
 // prefetch, and four steps to a jump. In place: dot products of 3 rows x 4 tokens, 12 accumulators.
 struct Avx2Microkernel : StripTiles<Avx2Microkernel, float, float, 6, 1, 16, 16>,
                          InPlaceBlocks<avx2::InPlaceTiles, 12>,
-                         InPlaceDots<avx2::InPlaceTiles, 16, 3, 4> {
+                         InPlaceDots<avx2::InPlaceTiles, 16, 24, 3, 4> {
   static constexpr index_t kColumnsDepth = 2 * kStripDepth<float>;  // longer pieces of W's rows come faster
   static_assert(kBlock == kPanelCols);  // a strip's blocks are panels, for what packs it
   template <class S>

@@ -2,8 +2,8 @@
 #pragma once
 
 #include "amx_sft_moe/arch/avx512/vector.hpp"
-#include "amx_sft_moe/arch/in_place.hpp"
 #include "amx_sft_moe/arch/in_place_blocks.hpp"
+#include "amx_sft_moe/arch/in_place_dots.hpp"
 
 AMX_SFT_MOE_NAMESPACE_BEGIN
 namespace arch::avx512 {
@@ -47,7 +47,7 @@ AMX_SFT_MOE_INLINE AMX_SFT_MOE_TARGET_AVX512 void store_dots(const __m512 (&sum)
 
 // Before a line of each row.
 template <std::size_t Rows, class S, class Ahead>
-AMX_SFT_MOE_INLINE AMX_SFT_MOE_TARGET_AVX512 void ask_ahead(const S* const* row, Ahead& ahead, index_t kk) {
+AMX_SFT_MOE_INLINE void ask_ahead(const S* const* row, Ahead& ahead, index_t kk) {
   constexpr index_t kCacheLine = kLineBytes / static_cast<index_t>(sizeof(S));
   AMX_SFT_MOE_UNROLL
   for (index_t at = 0; at < kLine; at += kCacheLine) {
@@ -100,14 +100,57 @@ struct InPlaceTiles {
   AMX_SFT_MOE_TARGET_AVX512 static void dot(const S* const* row, const float* x, index_t k, const SumRows& c,
                                             Ahead& ahead) {
     __m512 sum[std::size_t{Rows}][std::size_t{Tokens}];
-    AMX_SFT_MOE_UNROLL
-    for (int r = 0; r < Rows; ++r) {
+    clear_sums(sum);
+    add_dots(sum, row, x, k, [&](index_t kk) { ask_ahead<std::size_t{Rows}>(row, ahead, kk); });
+    store_dots(sum, c);
+  }
+
+  // The same of a part of K, for three rows after the other.
+  static constexpr index_t kSumLanes = kPanelCols;
+  template <int Tokens, int Lines, class S>
+  AMX_SFT_MOE_TARGET_AVX512 static void dot_part(const DotPart<S>& part, const float* x, const SumRows& c,
+                                                 NextBlockOfDots& ahead) {
+    index_t o = 0;
+    for (; o + 3 <= part.rows; o += 3) dot_tile<3, Tokens>(part, o, x, c, ahead.template lines<Lines>(o));
+    if (part.rows - o == 2) dot_tile<2, Tokens>(part, o, x, c, ahead.template lines<Lines>(o));
+    if (part.rows - o == 1) dot_tile<1, Tokens>(part, o, x, c, ahead.template lines<Lines>(o));
+  }
+
+ private:
+  template <int Rows, int Tokens, int Lines, class S>
+  AMX_SFT_MOE_INLINE AMX_SFT_MOE_TARGET_AVX512 static void dot_tile(const DotPart<S>& part, index_t o,
+                                                                    const float* x, const SumRows& c,
+                                                                    LinesOfTile<Lines> lines) {
+    const S* row[std::size_t{Rows}];
+    for (int r = 0; r < Rows; ++r) row[r] = part.w + (o + r) * part.row_stride;
+    __m512 sum[std::size_t{Rows}][std::size_t{Tokens}];
+    const SumRows sums{part.sums + o * Tokens * kSumLanes, Tokens * kSumLanes, false};
+    clear_sums(sum);
+    if (!part.first) load_sums(sums, sum);
+    add_dots(sum, row, x, part.k, [&](index_t /*kk*/) {
       AMX_SFT_MOE_UNROLL
-      for (int t = 0; t < Tokens; ++t) sum[r][t] = _mm512_setzero_ps();
+      for (index_t at = 0; at < kLine; at += kLineBytes / index_t{sizeof(S)}) lines.turn();
+    });
+    part.last ? store_dots(sum, c.from(0, o)) : store_sums(sum, sums);
+  }
+
+  template <std::size_t Rows, std::size_t Tokens>
+  AMX_SFT_MOE_INLINE AMX_SFT_MOE_TARGET_AVX512 static void clear_sums(__m512 (&sum)[Rows][Tokens]) {
+    AMX_SFT_MOE_UNROLL
+    for (std::size_t r = 0; r < Rows; ++r) {
+      AMX_SFT_MOE_UNROLL
+      for (std::size_t t = 0; t < Tokens; ++t) sum[r][t] = _mm512_setzero_ps();
     }
+  }
+
+  // With ask(kk) before each kLine elements.
+  template <std::size_t Rows, std::size_t Tokens, class S, class Ask>
+  AMX_SFT_MOE_INLINE AMX_SFT_MOE_TARGET_AVX512 static void add_dots(__m512 (&sum)[Rows][Tokens],
+                                                                    const S* const* row, const float* x,
+                                                                    index_t k, const Ask& ask) {
     index_t kk = 0;
-    for (; kk + kLine <= k; kk += kLine, x += kLine * Tokens) {
-      ask_ahead<std::size_t{Rows}>(row, ahead, kk);
+    for (; kk + kLine <= k; kk += kLine, x += kLine * index_t{Tokens}) {
+      ask(kk);
       dot_line<true, 0>(sum, row, kk, kLine, x);
       dot_line<true, 1>(sum, row, kk, kLine, x);
     }
@@ -115,10 +158,8 @@ struct InPlaceTiles {
       dot_line<false, 0>(sum, row, kk, k - kk, x);
       dot_line<false, 1>(sum, row, kk, k - kk, x);
     }
-    store_dots(sum, c);
   }
 
- private:
   template <std::size_t Rows>
   AMX_SFT_MOE_INLINE AMX_SFT_MOE_TARGET_AVX512 static void copy_block(
       const float* from, index_t stride, index_t steps, float (&a)[Rows][std::size_t{kBlockSteps}]) {

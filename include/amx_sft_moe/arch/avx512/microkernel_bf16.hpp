@@ -18,7 +18,7 @@ namespace arch {
 struct Avx512Bf16Microkernel : StripTiles<Avx512Bf16Microkernel, bf16, bf16, 6, 4, 64, 4>,
                                avx512::MakesStrips<bf16>,
                                InPlaceSums<avx512::InPlacePairTiles, 12>,
-                               InPlaceDots<avx512::InPlacePairTiles, 14, 4, 6> {
+                               InPlaceDots<avx512::InPlacePairTiles, 14, 14, 4, 6> {
   static_assert(kBlock == kStripCols);  // a strip is one block, for what packs it
   using RowsAhead = avx512::RowsAhead;
   using TokenLanes = avx512::TokenLanes;

@@ -94,7 +94,7 @@ struct Avx512PairTiles : StripTiles<Avx512PairTiles, float, bf16, 12, 2, 64, 16>
 struct Avx512Microkernel : StripTiles<Avx512Microkernel, float, float, 6, 4, 64, 4>,
                            avx512::MakesStrips<float>,
                            InPlaceBlocks<avx512::InPlaceTiles, 18>,
-                           InPlaceDots<avx512::InPlaceTiles, 16, 3, 8> {
+                           InPlaceDots<avx512::InPlaceTiles, 16, 32, 3, 8> {
   static_assert(kBlock == kStripCols);  // a strip is one block, for what packs it
   template <class S>
   using TilesFor = std::conditional_t<std::is_same_v<S, bf16>, Avx512PairTiles, Avx512Microkernel>;
