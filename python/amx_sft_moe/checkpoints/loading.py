@@ -128,7 +128,9 @@ def load_model(
     _require_shapes(directory, meta, shapes)
     state |= {name: files.tensor(source) for name, source in plan.fused.items()}
     state |= transposed.converted(files, conversions, cache_dir, progress)
-    model = _load(type(meta), config, directory, state, dtype, experts_implementation, options)
+    model = _load(
+        type(meta), _own_config(type(meta), config), directory, state, dtype, experts_implementation, options
+    )
     for name, stack in stacks.items():
         path, _, leaf = name.rpartition(".")
         setattr(model.get_submodule(path), leaf, as_parameter(stack))
@@ -265,6 +267,16 @@ def require_all_weights(directory: Path, model: PreTrainedModel, report: Mapping
             f"{directory}: expected all weights of {type(model).__name__}, got no {lost[0]}"
             + (f" and {len(lost) - 1} more" if len(lost) > 1 else "")
         )
+
+
+def _own_config(architecture: type[PreTrainedModel], config: PreTrainedConfig) -> PreTrainedConfig:
+    """What the architecture itself is made of: of a configuration for text and images the part for text where
+    the causal language model takes no more, by the same rule as AutoModelForCausalLM's."""
+    return (
+        config.get_text_config()
+        if config.sub_configs.get("text_config") is architecture.config_class
+        else config
+    )
 
 
 def _load(

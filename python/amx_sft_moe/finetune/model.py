@@ -172,8 +172,10 @@ def _loading(folder: Path) -> Iterator[None]:
     """Turns what loading raises into a FinetuneError."""
     try:
         yield
-    except (ArgumentError, OSError, ValueError, KeyError) as error:
+    except (ArgumentError, OSError) as error:
         raise FinetuneError(f"cannot load a model from {folder}: {_first_line(error)}") from error
+    except Exception as error:  # transformers and the model's own code raise what they like
+        raise FinetuneError(f"cannot load a model from {folder}: {cause_of(error)}") from error
 
 
 def check_checkpoint(folder: Path) -> None:
