@@ -96,6 +96,25 @@ class BaseModel:
         converters = [rule for rule in rules if isinstance(rule, WeightConverter)]
         return [rule for rule in rules if not isinstance(rule, WeightConverter)], converters
 
+    @cached_property
+    def as_causal_lm(self) -> BaseModel | None:
+        """The same checkpoint as AutoModelForCausalLM loads it; ``None``: it is this class, or none.
+
+        Of a model for text and images it can be the part for text alone, with names of its own.
+        """
+        try:
+            model = _on_meta(self.config, causal_lm=True)
+        except Exception:  # no causal language model; the model's own code raises whatever it likes
+            return None
+        return None if type(model) is type(self.model) else _described(self.where, self.config, model)
+
+    def knows(self, key: str) -> bool:
+        """Whether a checkpoint's key is a weight here; ``.weight`` of a module of fused experts is one too."""
+        try:
+            return key.removesuffix(".weight") in self.layouts or self.place_of(key).name in self.parameters
+        except ArgumentError:
+            return False
+
     def place_of(self, key: str) -> Place:
         """What a checkpoint's key (``...experts.3.w1.weight``) is in the model.
 
@@ -163,6 +182,14 @@ class BaseModel:
         convert_peft_config_for_transformers(trial, self.model, None)
         return frozenset(names) if trial.target_parameters else frozenset()
 
+    @property
+    def fused_by_peft(self) -> bool:
+        """Whether stock PEFT fuses an adapter's experts while loading: it wants rules of the model type itself,
+        which one for text and images can lack."""
+        from transformers.conversion_mapping import get_checkpoint_conversion_mapping
+
+        return get_checkpoint_conversion_mapping(self.model.config.model_type) is not None
+
     def layout(self, module: str) -> ExpertsLayout:
         """The layout of an experts module, or an error that lists those there are."""
         if module not in self.layouts:
@@ -225,16 +252,21 @@ def _described(where: str, config: Any, model: nn.Module) -> BaseModel:
     return BaseModel(where, config, model, {layout.module: layout for layout in _layouts(model)})
 
 
-def _on_meta(config: Any, model_class: Any = None) -> nn.Module:
+def _on_meta(config: Any, model_class: Any = None, *, causal_lm: bool = False) -> nn.Module:
+    """The model without memory: of the class given, or of the one that the configuration names first, or
+    (``causal_lm``, or it names none) as AutoModelForCausalLM makes it."""
     import transformers
 
+    from amx_sft_moe.checkpoints.loading import own_config
+
     names = getattr(config, "architectures", None) or []
-    if model_class is None and names:
+    if model_class is None and names and not causal_lm:
         model_class = getattr(transformers, names[0], None)
     with torch.device("meta"), _quiet("transformers"):
         if model_class is not None:
-            return model_class(config)
-        return transformers.AutoModelForCausalLM.from_config(config)
+            return model_class(own_config(model_class, config))
+        # Without the argument transformers may ask at the terminal whether to run code from elsewhere.
+        return transformers.AutoModelForCausalLM.from_config(config, trust_remote_code=False)
 
 
 @contextmanager
