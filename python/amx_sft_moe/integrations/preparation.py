@@ -187,14 +187,19 @@ def _shapes(
     shapes = []
     for one in experts:
         if one.fused:
-            k = top_k if top_k is not None else _top_k(model, one.module)
+            k = top_k if top_k is not None else routes_per_token(model, one.module)
+            if k is None:
+                raise ArgumentError(
+                    f"top_k: expected routes per token, since {_name(model)} does not say them, got None"
+                )
             shape = training_memory.layer_shape(one.module, one.num_experts, k, lora_ranks(one, model))
             if shape is not None:
                 shapes.append(shape)
     return shapes
 
 
-def _top_k(model: nn.Module, experts: nn.Module) -> int:
+def routes_per_token(model: nn.Module, experts: nn.Module) -> int | None:
+    """How many experts a token goes to, as the module or the configuration says; ``None``: neither does."""
     config: Any = getattr(experts, "config", None) or getattr(model, "config", None)
     if hasattr(config, "get_text_config"):
         config = config.get_text_config()
@@ -202,7 +207,7 @@ def _top_k(model: nn.Module, experts: nn.Module) -> int:
         for name in _TOP_K:
             if isinstance(k := getattr(holder, name, None), int):
                 return k
-    raise ArgumentError(f"top_k: expected routes per token, since {_name(model)} does not say them, got None")
+    return None
 
 
 def _state(model: nn.Module, parts: list[Part], optimizer: str | float) -> Iterable[MemoryItem]:
