@@ -11,7 +11,6 @@ from __future__ import annotations
 import copy
 import logging
 import os
-import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -123,6 +122,8 @@ class BaseModel:
         """
         from transformers.core_model_loading import apply_renamings, rename_source_key
 
+        from amx_sft_moe.checkpoints.plan import expert_of
+
         renamings, converters = self._rules
         prefix = getattr(self.model, "base_model_prefix", "")
         name, pattern = rename_source_key(key, renamings, converters, prefix, self.parameters)
@@ -133,7 +134,7 @@ class BaseModel:
         rule = next(rule for rule in converters if pattern in rule.source_patterns)
         kinds = [(type(step).__name__, getattr(step, "dim", None)) for step in rule.operations]
         merges = [("MergeModulelist", 0)]
-        expert = _expert_of(pattern, apply_renamings(key, renamings))
+        expert = expert_of(pattern, apply_renamings(key, renamings))
         if fused and expert is not None and not self.layouts[module].transposed:
             if kinds == merges and len(rule.source_patterns) == 1:
                 return Place(name, module, _projections(parameter), expert)
@@ -298,9 +299,3 @@ def _layouts(model: nn.Module) -> Iterator[ExpertsLayout]:
 
 def _projections(parameter: str) -> tuple[str, ...]:
     return GATE_UP if parameter == "gate_up_proj" else (parameter,)
-
-
-def _expert_of(pattern: str, key: str) -> int | None:
-    # transformers reads "*." as any part of a name; for experts it is their number.
-    found = re.search(pattern.replace("*.", r"(\d+)\."), key) if pattern.count("*.") == 1 else None
-    return int(found.group(1)) if found else None
