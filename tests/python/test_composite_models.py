@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
-from amx_sft_moe import ArgumentError
+from amx_sft_moe import ArgumentError, prepare
 from amx_sft_moe.adapters import (
     check_adapter,
     convert_adapter,
@@ -25,9 +26,11 @@ from amx_sft_moe.adapters import (
 from amx_sft_moe.checkpoints import load_model, routed_experts
 from amx_sft_moe.finetune import model as finetune_model
 from amx_sft_moe.finetune.errors import FinetuneError
+from amx_sft_moe.integrations import trained_parts
 from amx_sft_moe.integrations.mapped_experts import is_mapped
 from checkpoint_folders import edit_config
 from composite_models import TEXT_ALONE, WHOLE, make, write
+from models import EXPERTS, base_model
 
 IDS = torch.arange(3, 15)[None]
 
@@ -158,3 +161,37 @@ def test_a_configuration_that_names_the_part_for_text(tmp_path: Path) -> None:
     folder = write(tmp_path / "whole", TEXT_ALONE[0])
     edit_config(folder, architectures=[type(text_alone(folder)).__name__])
     assert "model.layers.0.mlp.experts" in load_base(folder).layouts
+
+
+def mixed() -> torch.nn.Module:
+    """Experts in two places, one of them directly in its layer."""
+    model = base_model("amx_sft_moe")
+    model.model.layers[1].experts = model.model.layers[1].mlp.experts
+    model.model.layers[1].mlp = torch.nn.Identity()
+    return model
+
+
+@pytest.mark.parametrize(
+    ("made", "targets"),
+    [
+        (lambda: base_model("amx_sft_moe"), EXPERTS),
+        (lambda: make("gemma4"), ["experts.gate_up_proj", "experts.down_proj"]),
+        (mixed, [*EXPERTS, "experts.gate_up_proj", "experts.down_proj"]),
+    ],
+    ids=["in_a_block", "in_the_layer", "both"],
+)
+def test_the_advice_adapts_all_layers(made: Any, targets: list[str]) -> None:
+    model = made().requires_grad_(False)
+    with pytest.raises(ArgumentError) as error:
+        prepare(model, quiet=True)
+    advice = re.search(r"LoraConfig\(target_parameters=(\[.*\]), \.\.\.\)$", str(error.value))
+    assert advice is not None
+    assert json.loads(advice[1]) == targets
+    found = get_peft_model(model, LoraConfig(target_modules=[], target_parameters=json.loads(advice[1])))
+    assert not [
+        note for note in prepare(found, quiet=True).notes if "layers" in note and "do not run" not in note
+    ]
+    adapted = {name.partition(".lora_")[0] for name, p in found.named_parameters() if p.requires_grad}
+    assert len({name.replace(".base_layer", "") for name in adapted}) == len(
+        trained_parts.routed_experts(model)
+    )

@@ -165,18 +165,29 @@ def _require_routed(model: nn.Module, experts: list[RoutedExperts], parts: list[
     trained = sorted({f"{part.key.group} ({part.key.target})" for part in parts if part.key.how})
     raise ArgumentError(
         f"model: expected routed experts that train, got {_name(model)} with the experts of {len(experts)} "
-        f"layers frozen; what trains: {', '.join(trained) or 'nothing'}. {_how_to_target(experts[0])}"
+        f"layers frozen; what trains: {', '.join(trained) or 'nothing'}. {_how_to_target(experts)}"
     )
 
 
-def _how_to_target(experts: RoutedExperts) -> str:
-    block = ".".join(experts.name.split(".")[-2:])
-    if not experts.fused:
+def _how_to_target(experts: list[RoutedExperts]) -> str:
+    targets: dict[str, None] = {}  # in order, each once
+    for one in experts:
+        if one.fused:
+            names = [name for name, p in one.module._parameters.items() if p is not None and p.dim() == 3]
+            weights = [name for name in names if not name.endswith(("_lora_a", "_lora_b"))]
+            targets |= dict.fromkeys(".".join(filter(None, (_block(one.name), name))) for name in weights)
+    if not targets:
+        block = _block(experts[0].name)
         return f"To train them, name the projections below {block} in LoraConfig's target_modules"
-    names = [name for name, p in experts.module._parameters.items() if p is not None and p.dim() == 3]
-    prefix = f"{block}." if block else ""
-    targets = ", ".join(f'"{prefix}{name}"' for name in names if not name.endswith(("_lora_a", "_lora_b")))
-    return f"To train them: LoraConfig(target_parameters=[{targets}], ...)"
+    quoted = ", ".join(f'"{target}"' for target in targets)
+    return f"To train them: LoraConfig(target_parameters=[{quoted}], ...)"
+
+
+def _block(name: str) -> str:
+    """``mlp.experts`` of ``model.layers.3.mlp.experts``: without the number, which is one layer's."""
+    parts = name.split(".")
+    numbers = [index for index, part in enumerate(parts) if part.isdigit()]
+    return ".".join(parts[numbers[-1] + 1 if numbers else 0 :][-2:])
 
 
 def _shapes(
