@@ -1,6 +1,6 @@
 """Supervised fine-tuning on questions and answers with TRL's SFTTrainer.
 
-    pip install trl datasets
+    pip install '.[examples]'    # in a clone of this repository
     python trl_sft.py [--family deepseek_v3] [--steps 60] [--output trained]
 
 Only the two marked lines are special to this package: SFTTrainer adds PEFT's LoRA itself, and the experts run

@@ -396,8 +396,9 @@ def sft_moe(
     Raises:
         ArgumentError, TypeError: an argument does not fit. StateError: the thread's workspace is in use, or a
             tracer other than torch.compile's is at work (torch.export, torch.jit.trace, make_fx), or a
-            transform of torch.func; from the backward, where base weights have changed since the forward or
-            gradients come batched (is_grads_batched).
+            transform of torch.func; from the backward, where base weights have been changed in place since the
+            forward, which torch's counts of versions tell, or gradients come batched (is_grads_batched). A
+            ``.data`` that was replaced is not noticed: the backward computes with the new one.
     """
     require_tensors(x=x, expert_ids=expert_ids, routing_weights=routing_weights)
     _require_kinds(experts=(experts, ExpertWeights), lora=(lora, LoraFactors))

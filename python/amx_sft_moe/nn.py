@@ -142,12 +142,25 @@ class SftMoeExperts(nn.Module):
             self._experts.name = name
 
     @property
+    def top_k(self) -> int:
+        """Routes per token; may be set at any time, as ``lora_alpha``, and counts from the next forward on.
+
+        The backward of a forward before keeps its own; that of a compiled graph is refused then.
+        """
+        return self._top_k
+
+    @top_k.setter
+    def top_k(self, top_k: int) -> None:
+        self._top_k = as_int("top_k", top_k, 1)
+        self._experts = None
+
+    @property
     def scaling(self) -> float:
         """``lora_alpha / lora_rank``."""
         return 1.0 if self.lora_alpha is None or self.lora_rank == 0 else self.lora_alpha / self.lora_rank
 
     def experts(self) -> ExpertWeights:
-        """Base weights and biases as the operator sees them; made anew where a parameter was replaced."""
+        """Base weights and biases as the operator sees them; made anew where a parameter or k was replaced."""
         weights = {name: weight for name in _BASE_NAMES if (weight := getattr(self, name)) is not None}
         biases = ExpertBiases(*[getattr(self, name) for name in _BIAS_NAMES])
         found = self._experts
@@ -219,7 +232,13 @@ def _as_tokens(x: torch.Tensor, hidden: int) -> torch.Tensor:
 def _on_cpu(
     x: torch.Tensor, expert_ids: torch.Tensor, routing_weights: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    require_tensors(x=x, expert_ids=expert_ids, routing_weights=routing_weights)
+    inputs = {"x": x, "expert_ids": expert_ids, "routing_weights": routing_weights}
+    require_tensors(**inputs)
+    for name, tensor in inputs.items():
+        if (
+            type(tensor) is torch.Tensor and tensor.is_meta
+        ):  # those of subclasses may have their numbers elsewhere
+            raise ArgumentError(f"{name}: expected a tensor with numbers, got one on the meta device")
     return x.to("cpu"), expert_ids.to("cpu"), routing_weights.to("cpu")
 
 

@@ -245,7 +245,7 @@ class SftMoe:
 
         Raises:
             ArgumentError, TypeError: an argument does not fit. StateError: another dtype while forwards wait
-                for their backward.
+                for their backward. KernelError: the kernel does not take weights of that dtype.
         """
         biases = _core.Biases((gate_bias, up_bias, down_bias, gate_up_bias))
         self._core.set_base(gate_proj, up_proj, down_proj, gate_up_proj, biases)
@@ -412,8 +412,9 @@ class SftMoe:
         """The last forward and the last backward as text in the published form, or as JSON lines.
 
         ``AMX_SFT_MOE_TIMER=text`` (or ``json``), with ``AMX_SFT_MOE_TIMER_FILE`` if it is not to go to standard
-        error, dumps each step of every operator made while it is set; ``AMX_SFT_MOE_TRACE=file.json`` writes
-        each step as Chrome trace events, for Perfetto. docs/profiling.md describes both.
+        error, dumps each step of every operator whose base weights are first set (:meth:`set_base`) while it is
+        set; ``AMX_SFT_MOE_TRACE=file.json`` writes each step as Chrome trace events, for Perfetto.
+        docs/profiling.md describes both.
 
         Args:
             form: ``"text"`` (``[DOWN] D3_gemm: 41.123 ms``) or ``"json"``.

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import transformers
 from peft import LoraConfig, get_peft_model
 from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM
@@ -20,6 +21,7 @@ from transformers import AutoModelForCausalLM
 from amx_sft_moe import ArgumentError, StateError
 from amx_sft_moe.adapters import save_per_expert
 from amx_sft_moe.checkpoints import CheckpointFiles, load_model, routed_experts
+from amx_sft_moe.checkpoints.plan import expert_of
 from amx_sft_moe.finetune.model import attention_targets, expert_modules
 from amx_sft_moe.integrations.mapped_experts import (
     MappedStack,
@@ -165,6 +167,31 @@ class TestTheSameModel:
             folder, model_type="kimi_k2", auto_map={"AutoConfig": "configuration_deepseek.DeepseekV3Config"}
         )
         assert torch.allclose(load_model(folder)(ids()).logits, expected, atol=1e-5)
+
+    @pytest.mark.skipif(not hasattr(transformers, "DeepseekV4Config"), reason="this transformers has none")
+    def test_names_by_regular_expressions(self, tmp_path):
+        """Whose rule for experts is written as one, and comes after others that have renamed what is before."""
+        sizes = {"vocab_size": 61, "hidden_size": H, "num_hidden_layers": 2, "num_attention_heads": 2}
+        sizes |= {"num_key_value_heads": 2, "head_dim": 16, "moe_intermediate_size": I, "n_routed_experts": E}
+        sizes |= {"q_lora_rank": 16, "index_head_dim": 16, "index_n_heads": 2, "num_experts_per_tok": 2}
+        config = transformers.DeepseekV4Config(**sizes, pad_token_id=0)
+        AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
+        assert any(".ffn.experts.4.w1.weight" in name for name in CheckpointFiles(tmp_path))
+        found = load_model(tmp_path, experts_implementation="eager")
+        assert all(is_mapped(module) for _, module in routed_experts(found))
+        assert torch.allclose(found(ids()).logits, stock(tmp_path)(ids()).logits, atol=1e-5)
+
+    @pytest.mark.parametrize(
+        ("pattern", "key", "expected"),
+        [
+            ("mlp.experts.*.gate_proj.weight", "model.layers.3.mlp.experts.12.gate_proj.weight", 12),
+            (r"\.experts.*.w1.weight", "model.layers.3.mlp.experts.12.w1.weight", 12),
+            (r"(mlp|ffn)\.experts.*.w1.weight", "model.layers.3.ffn.experts.0.w1.weight", 0),
+            ("mlp.experts.*.gate_proj.weight", "model.layers.3.ffn.experts.12.gate_proj.weight", None),
+        ],
+    )
+    def test_the_experts_number_in_a_name(self, pattern, key, expected):
+        assert expert_of(pattern, key) == expected
 
 
 class TestNoSecondCopy:

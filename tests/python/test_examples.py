@@ -107,7 +107,7 @@ def test_hf_trainer(tmp_path):
 
 @pytest.mark.skipif(
     not all(importlib.util.find_spec(name) for name in ("trl", "datasets")),
-    reason="trl and datasets are not installed (pip install trl datasets)",
+    reason="trl and datasets are not installed (pip install '.[examples]')",
 )
 def test_trl_sft(tmp_path):
     arguments = ["--steps", 3, "--output", "adapter", "--family", "olmoe"]

@@ -6,6 +6,7 @@ import json
 import re
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -14,7 +15,7 @@ from safetensors.torch import save_file
 from amx_sft_moe import adapters
 from amx_sft_moe.checkpoints import CheckpointFiles, routed_experts
 from amx_sft_moe.errors import ArgumentError
-from amx_sft_moe.finetune import adapter, cli, job, model, stages
+from amx_sft_moe.finetune import adapter, cli, job, model, output, stages
 from amx_sft_moe.finetune.corpus import Example
 from amx_sft_moe.finetune.errors import FinetuneError
 from amx_sft_moe.finetune.model import Trained
@@ -23,6 +24,8 @@ from amx_sft_moe.finetune.terminal import Terminal
 from amx_sft_moe.finetune.tokenizer import train_tokenizer
 from amx_sft_moe.finetune.training import Curve
 from checkpoint_folders import E, H, I, K, edit_config, make, write
+from composite_models import TEXT_ALONE, WHOLE
+from composite_models import write as write_composite
 
 FAMILIES = {
     # family: layers with routed experts, what is adapted beside them
@@ -41,9 +44,11 @@ def options(folder: Path, checkpoint: Path) -> Options:
     return replace(found, threads=2, compare_steps=0)
 
 
-def checkpoint(folder: Path, family: str, dtype: torch.dtype = torch.bfloat16, **changes: int) -> Path:
+def checkpoint(
+    folder: Path, family: str, dtype: torch.dtype = torch.bfloat16, written: Any = write, **changes: int
+) -> Path:
     tokens = dict.fromkeys(("eos_token_id", "bos_token_id", "pad_token_id"))
-    write(folder, family, dtype, vocab_size=300, **tokens, **changes)
+    written(folder, family, dtype, **({"vocab_size": 300} | tokens | changes))
     train_tokenizer(["Count to 12: 0 1 2 3 4 5 6 7 8 9"], 300, 64).save_pretrained(folder)
     return folder
 
@@ -89,6 +94,20 @@ def test_a_run(family, tmp_path, capsys, monkeypatch):
     if results.comparison:
         ours, other = results.comparison
         assert ours.losses == pytest.approx(other.losses, abs=0.02)
+
+
+@pytest.mark.parametrize("family", [TEXT_ALONE[0], *WHOLE])
+def test_a_model_for_text_and_images(family, tmp_path):
+    changes = {"vocab_size_per_layer_input": 300, "pad_token_id": 0} if family == "gemma4" else {}
+    folder = checkpoint(tmp_path / "checkpoint", family, written=write_composite, **changes)
+    results = job.run(options(tmp_path, folder))
+    assert (results.model.layers, results.model.experts, results.model.top_k) == (2, E, K)
+    assert results.model.trained_experts == 2 * E * 2 * (H + 2 * I + I + H)
+    assert results.lora.held_out[-1][1] < results.lora.held_out[0][1]
+    assert results.adapter.stock_loss == pytest.approx(results.adapter.loss, abs=5e-3)
+    assert set(output.REPORTS) <= {path.name for path in (tmp_path / "out").iterdir()}
+    with_router_losses = model.load_stacked(folder, torch.bfloat16, "eager").config.get_text_config()
+    assert with_router_losses.output_router_logits is False
 
 
 def mxfp4_checkpoint(folder: Path, without: str = "") -> Path:
@@ -287,6 +306,25 @@ def test_an_adapter_that_is_not_read_back_is_reported(tmp_path, monkeypatch, cap
     assert "failed" in report
     assert "fused, as PEFT writes it; not per expert: model: expected what this layout can say" in report
     assert "a pair of factors per expert" not in report
+
+
+def test_a_report_that_cannot_be_made_keeps_no_other_back(tmp_path, monkeypatch, capsys):
+    def broken(*arguments):
+        raise LookupError("no font\nof that name")
+
+    monkeypatch.setattr(job, "draw", broken)
+    wanted = options(tmp_path, checkpoint(tmp_path / "checkpoint", "mixtral"))
+    monkeypatch.setattr(cli, "parse", lambda argv: wanted)
+    assert cli.main([]) == 1
+    said = capsys.readouterr()
+    error = (
+        f"--output {tmp_path / 'out'}: the adapter is written, but not {output.PICTURE}: LookupError: no font"
+    )
+    assert said.err.endswith(f"error: {error}\n")
+    assert "every number" in said.out
+    assert "the picture\n" not in said.out
+    written = {path.name for path in (tmp_path / "out").iterdir()}
+    assert written == {"adapter", *output.REPORTS} - {output.PICTURE}
 
 
 def test_an_adapter_saved_fused_leaves_the_users_own_card(tmp_path, monkeypatch):

@@ -200,6 +200,42 @@ def test_replaced_parameters_are_let_go() -> None:
     assert not experts(layer.x, layer.expert_ids, layer.routing_weights).any()
 
 
+def test_top_k_may_be_set() -> None:
+    layer = make_layer(SIZES, dtype=torch.float32)
+    experts = module(layer)
+    inputs = layer.x, layer.expert_ids, layer.routing_weights
+    first = layer.x, layer.expert_ids[:, :1], layer.routing_weights[:, :1]
+    fewer = layer.routing_weights.clone()
+    fewer[:, 1:] = 0
+    expected = experts(layer.x, layer.expert_ids, fewer)
+    graph = torch.compile(experts, backend="aot_eager")
+    graph(*inputs).backward(layer.grad_y)
+    gradients = {name: p.grad for name, p in experts.named_parameters() if p.grad is not None}
+    experts.zero_grad(set_to_none=True)
+    before, in_graph = experts(*inputs), graph(*inputs)
+    experts.top_k = 1
+    assert_close(dict.fromkeys("ab", expected), {"a": experts(*first), "b": graph(*first)}, 1e-5)
+    before.backward(layer.grad_y)  # with the routes that it was made of
+    assert_close({name: experts.get_parameter(name).grad for name in gradients}, gradients, 1e-5)
+    with pytest.raises(ArgumentError, match=r"^expert_ids: expected shape \[12, 1\]"):
+        in_graph.backward(layer.grad_y)
+    for wrong, error in ((0, ArgumentError), (1.5, TypeError)):
+        with pytest.raises(error, match=r"^top_k: expected"):
+            experts.top_k = wrong
+    assert experts.top_k == 1
+
+
+def test_an_input_without_numbers() -> None:
+    layer = make_layer(SIZES, dtype=torch.float32)
+    experts = module(layer)
+    inputs = {"x": layer.x, "expert_ids": layer.expert_ids, "routing_weights": layer.routing_weights}
+    for name, tensor in inputs.items():
+        with pytest.raises(
+            ArgumentError, match=f"^{name}: expected a tensor with numbers, got one on the meta"
+        ):
+            experts(**(inputs | {name: tensor.to("meta")}))
+
+
 def test_an_input_without_dimensions() -> None:
     layer = make_layer(SIZES)
     with pytest.raises(ArgumentError, match=r"x: expected \[\.\.\., \d+\], got shape \[\]"):

@@ -11,7 +11,6 @@ from __future__ import annotations
 import copy
 import logging
 import os
-import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -96,6 +95,25 @@ class BaseModel:
         converters = [rule for rule in rules if isinstance(rule, WeightConverter)]
         return [rule for rule in rules if not isinstance(rule, WeightConverter)], converters
 
+    @cached_property
+    def as_causal_lm(self) -> BaseModel | None:
+        """The same checkpoint as AutoModelForCausalLM loads it; ``None``: it is this class, or none.
+
+        Of a model for text and images it can be the part for text alone, with names of its own.
+        """
+        try:
+            model = _on_meta(self.config, causal_lm=True)
+        except Exception:  # no causal language model; the model's own code raises whatever it likes
+            return None
+        return None if type(model) is type(self.model) else _described(self.where, self.config, model)
+
+    def knows(self, key: str) -> bool:
+        """Whether a checkpoint's key is a weight here; ``.weight`` of a module of fused experts is one too."""
+        try:
+            return key.removesuffix(".weight") in self.layouts or self.place_of(key).name in self.parameters
+        except ArgumentError:
+            return False
+
     def place_of(self, key: str) -> Place:
         """What a checkpoint's key (``...experts.3.w1.weight``) is in the model.
 
@@ -103,6 +121,8 @@ class BaseModel:
             ArgumentError: transformers converts this weight in a way that is not understood here.
         """
         from transformers.core_model_loading import apply_renamings, rename_source_key
+
+        from amx_sft_moe.checkpoints.plan import expert_of
 
         renamings, converters = self._rules
         prefix = getattr(self.model, "base_model_prefix", "")
@@ -114,7 +134,7 @@ class BaseModel:
         rule = next(rule for rule in converters if pattern in rule.source_patterns)
         kinds = [(type(step).__name__, getattr(step, "dim", None)) for step in rule.operations]
         merges = [("MergeModulelist", 0)]
-        expert = _expert_of(pattern, apply_renamings(key, renamings))
+        expert = expert_of(pattern, apply_renamings(key, renamings))
         if fused and expert is not None and not self.layouts[module].transposed:
             if kinds == merges and len(rule.source_patterns) == 1:
                 return Place(name, module, _projections(parameter), expert)
@@ -162,6 +182,14 @@ class BaseModel:
         trial = LoraConfig(target_modules=sorted(names))
         convert_peft_config_for_transformers(trial, self.model, None)
         return frozenset(names) if trial.target_parameters else frozenset()
+
+    @property
+    def fused_by_peft(self) -> bool:
+        """Whether stock PEFT fuses an adapter's experts while loading: it wants rules of the model type itself,
+        which one for text and images can lack."""
+        from transformers.conversion_mapping import get_checkpoint_conversion_mapping
+
+        return get_checkpoint_conversion_mapping(self.model.config.model_type) is not None
 
     def layout(self, module: str) -> ExpertsLayout:
         """The layout of an experts module, or an error that lists those there are."""
@@ -225,16 +253,21 @@ def _described(where: str, config: Any, model: nn.Module) -> BaseModel:
     return BaseModel(where, config, model, {layout.module: layout for layout in _layouts(model)})
 
 
-def _on_meta(config: Any, model_class: Any = None) -> nn.Module:
+def _on_meta(config: Any, model_class: Any = None, *, causal_lm: bool = False) -> nn.Module:
+    """The model without memory: of the class given, or of the one that the configuration names first, or
+    (``causal_lm``, or it names none) as AutoModelForCausalLM makes it."""
     import transformers
 
+    from amx_sft_moe.checkpoints.loading import own_config
+
     names = getattr(config, "architectures", None) or []
-    if model_class is None and names:
+    if model_class is None and names and not causal_lm:
         model_class = getattr(transformers, names[0], None)
     with torch.device("meta"), _quiet("transformers"):
         if model_class is not None:
-            return model_class(config)
-        return transformers.AutoModelForCausalLM.from_config(config)
+            return model_class(own_config(model_class, config))
+        # Without the argument transformers may ask at the terminal whether to run code from elsewhere.
+        return transformers.AutoModelForCausalLM.from_config(config, trust_remote_code=False)
 
 
 @contextmanager
@@ -266,9 +299,3 @@ def _layouts(model: nn.Module) -> Iterator[ExpertsLayout]:
 
 def _projections(parameter: str) -> tuple[str, ...]:
     return GATE_UP if parameter == "gate_up_proj" else (parameter,)
-
-
-def _expert_of(pattern: str, key: str) -> int | None:
-    # transformers reads "*." as any part of a name; for experts it is their number.
-    found = re.search(pattern.replace("*.", r"(\d+)\."), key) if pattern.count("*.") == 1 else None
-    return int(found.group(1)) if found else None

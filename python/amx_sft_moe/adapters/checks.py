@@ -109,7 +109,7 @@ def _base(
 
 def _loads(kind: str | None, files: Files, base: BaseModel, adapter: Adapter) -> list[Loads]:
     if kind == PER_EXPERT:
-        peft = _why_not_peft(files.config, adapter)
+        peft = _why_not_peft(files.config, base, adapter)
         server = _why_not_servers(files.config, adapter)
         return [
             Loads(PEFT, not peft, peft or "fuses it while loading"),
@@ -143,7 +143,9 @@ def _loads(kind: str | None, files: Files, base: BaseModel, adapter: Adapter) ->
     return []
 
 
-def _why_not_peft(config: dict[str, Any], adapter: Adapter) -> str:
+def _why_not_peft(config: dict[str, Any], base: BaseModel, adapter: Adapter) -> str:
+    if not base.fused_by_peft:
+        return f"leaves experts of a {base.model.config.model_type} out: --to peft-fused"
     if config.get("lora_dropout"):
         return "refuses lora_dropout on fused parameters"
     rank, alpha = config.get("r"), config.get("lora_alpha")

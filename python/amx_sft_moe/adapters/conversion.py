@@ -21,7 +21,7 @@ from amx_sft_moe.adapters.files import (
     replaced_directory,
     require_no_checkpoint,
 )
-from amx_sft_moe.adapters.formats import read_adapter, write_adapter
+from amx_sft_moe.adapters.formats import fitting, read_adapter, read_files, write_adapter
 from amx_sft_moe.adapters.fusing import cast
 from amx_sft_moe.adapters.peft_fused import release
 from amx_sft_moe.errors import ArgumentError, StateError
@@ -60,13 +60,17 @@ class Conversion:
 
 
 def base_for(directory: str | os.PathLike[str], base: str | os.PathLike[str] | None) -> BaseModel:
-    """The base model given, or the one that the adapter names where that can be read here.
+    """The base model given, or the one that the adapter names where that can be read here; as the class that
+    has the adapter's modules.
 
     Raises:
-        ArgumentError: neither can be.
+        ArgumentError: neither can be, or the adapter cannot.
     """
-    if base is not None:
-        return load_base(base)
+    found = _named_base(directory) if base is None else load_base(base)
+    return fitting(read_files(directory), found)
+
+
+def _named_base(directory: str | os.PathLike[str]) -> BaseModel:
     directory = given_directory("adapter", directory)
     if not directory.is_dir():
         raise ArgumentError(f"adapter: expected a directory, got {directory}")

@@ -118,7 +118,8 @@ def read_adapter(directory: str | os.PathLike[str], base: BaseModel) -> tuple[Ad
 
     Args:
         directory: an adapter directory.
-        base: its base model, see :func:`amx_sft_moe.adapters.load_base`.
+        base: its base model, see :func:`amx_sft_moe.adapters.load_base`. Where the adapter's names are those of
+            the class that AutoModelForCausalLM makes of it, that class is meant.
 
     Returns:
         The adapter and its format, ``None`` where no experts are adapted.
@@ -128,8 +129,22 @@ def read_adapter(directory: str | os.PathLike[str], base: BaseModel) -> tuple[Ad
     """
     files = read_files(directory)
     require_plain_lora(files.config, str(files.directory / CONFIG))
-    adapter = understood(files, base)
+    adapter = understood(files, fitting(files, base))
     return adapter, format_of(files, pairs_of(files.tensors)[0]) if adapter.experts else None
+
+
+def fitting(files: Files, base: BaseModel) -> BaseModel:
+    """``base``, or the same checkpoint as AutoModelForCausalLM loads it, where that knows more of the adapter's
+    names: a checkpoint for text and images has adapters of the whole model and of the part for text."""
+    pairs, rest = pairs_of(files.tensors)
+    keys = [f"{plain_name(name)}.weight" for name in pairs] + [plain_name(key) for key in rest]
+
+    def strangers(model: BaseModel) -> int:
+        return sum(not model.knows(key) for key in keys)
+
+    if not strangers(base) or base.as_causal_lm is None:
+        return base
+    return min(base, base.as_causal_lm, key=strangers)
 
 
 def understood(files: Files, base: BaseModel, problems: list[str] | None = None) -> Adapter:

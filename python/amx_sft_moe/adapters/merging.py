@@ -20,7 +20,8 @@ import torch
 from tqdm.auto import tqdm
 
 from amx_sft_moe.adapters.adapter import Adapter, same_bits
-from amx_sft_moe.adapters.base import BaseModel, Place, load_base
+from amx_sft_moe.adapters.base import BaseModel, Place
+from amx_sft_moe.adapters.conversion import base_for
 from amx_sft_moe.adapters.files import ADAPTER_FILES, CONFIG, replaced_directory, sync, tensor_positions
 from amx_sft_moe.adapters.formats import read_adapter
 from amx_sft_moe.checkpoints.files import INDEX, WHOLE, listed_files
@@ -116,7 +117,7 @@ def merge_adapter(
             raise ArgumentError(f"out: expected another directory than one that holds the {name}, got {out}")
     if out.exists():
         _require_replaceable(out)
-    base = load_base(source)
+    base = base_for(adapter, source)
     if getattr(base.config, "quantization_config", None):
         raise ArgumentError(f"base_checkpoint: expected weights that are not quantised, got {source}")
     read, _ = read_adapter(adapter, base)

@@ -128,6 +128,7 @@ def load_model(
     _require_shapes(directory, meta, shapes)
     state |= {name: files.tensor(source) for name, source in plan.fused.items()}
     state |= transposed.converted(files, conversions, cache_dir, progress)
+    config = own_config(type(meta), config)
     model = _load(type(meta), config, directory, state, dtype, experts_implementation, options)
     for name, stack in stacks.items():
         path, _, leaf = name.rpartition(".")
@@ -192,6 +193,13 @@ def read_config(directory: str | os.PathLike[str]) -> PreTrainedConfig:
     if quantization:
         del config.quantization_config
     return config
+
+
+def own_config(architecture: type[PreTrainedModel], config: PreTrainedConfig) -> PreTrainedConfig:
+    """What a model class is made of: the whole configuration or, where it is a class for text alone and the
+    configuration one for text and images, the part for text. The rule is AutoModelForCausalLM's."""
+    text = config.sub_configs.get("text_config")
+    return config.get_text_config() if text is not None and text is architecture.config_class else config
 
 
 def meta_model(config: PreTrainedConfig, directory: str | os.PathLike[str]) -> PreTrainedModel:

@@ -17,6 +17,7 @@ from transformers.core_model_loading import (
     MergeModulelist,
     WeightConverter,
     WeightRenaming,
+    apply_renamings,
     dot_natural_key,
     rename_source_key,
 )
@@ -127,7 +128,8 @@ def _place(
         return
     experts = meta.shape[0]
     plan.stacked[parameter] = [
-        _by_expert(parameter, pattern, by_pattern[pattern], experts) for pattern in converter.source_patterns
+        _by_expert(parameter, pattern, by_pattern[pattern], experts, plan.rules)
+        for pattern in converter.source_patterns
     ]
 
 
@@ -150,15 +152,28 @@ def _not_one_by_one(
     return None
 
 
-def _by_expert(parameter: str, pattern: str, names: list[str], experts: int) -> list[str]:
+def expert_of(pattern: str, key: str) -> int | None:
+    """The expert's number in a key that has matched a rule's pattern; ``None``: the pattern does not tell.
+
+    Args:
+        pattern: a regular expression, but for ``*.``, which transformers reads as any part of a name.
+        key: as the rule sees it, after all renamings.
+    """
+    if pattern.count("*.") != 1:
+        return None
+    found = re.search(pattern.replace("*.", r"(?P<expert>\d+)\."), key)
+    return int(found["expert"]) if found else None
+
+
+def _by_expert(parameter: str, pattern: str, names: list[str], experts: int, rules: list[Any]) -> list[str]:
     """The names in the order of the experts."""
-    expression = re.compile(r"(\d+)".join(re.escape(part) for part in pattern.split("*")))
+    renamings = [rule for rule in rules if isinstance(rule, WeightRenaming)]
     by_index = {}
     for name in names:
-        found = expression.search(name)
-        if found is None or found.lastindex != 1:
+        index = expert_of(pattern, apply_renamings(name, renamings))
+        if index is None:
             raise ArgumentError(f"{name}: expected a name like {pattern}, with the expert's number at *")
-        by_index[int(found[1])] = name
+        by_index[index] = name
     lost = sorted(set(range(experts)) - set(by_index))
     if lost or len(by_index) != experts or len(names) != experts:
         what = f"no expert {lost[0]}" if lost else f"{len(names)} tensors"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import platform
 import tempfile
+from collections.abc import Collection
 from dataclasses import replace
 from importlib.metadata import version
 from pathlib import Path
@@ -12,8 +13,10 @@ from pathlib import Path
 import torch
 
 from amx_sft_moe.adapters.files import CONFIG
+from amx_sft_moe.errors import cause_of
 
 from . import comparison, hook, model, output, report, results, stages
+from .errors import FinetuneError
 from .options import Options
 from .plot import draw
 from .stages import Adapted, Base, Text, Tokens
@@ -70,9 +73,11 @@ def run(options: Options) -> results.Results:
         adapter=saved,
         seconds=dict(say.seconds),
     )
-    with out.writing():
-        _write(found, options.output)
-    _summary(found, say)
+    failed = _write(found, options.output)
+    _summary(found, say, failed)
+    if failed:
+        reasons = "; ".join(f"{name}: {reason}" for name, reason in failed.items())
+        raise FinetuneError(f"--output {options.output}: the adapter is written, but not {reasons}")
     return found
 
 
@@ -104,7 +109,7 @@ def _model(options: Options, adapted: Adapted) -> results.Model:
     sizes = model.expert_sizes(adapted.model)
     return results.Model(
         name="Qwen3-MoE, made and trained here" if options.model is None else str(options.model),
-        layers=model.bare_model(adapted.model).config.num_hidden_layers,
+        layers=model.bare_model(adapted.model).config.get_text_config().num_hidden_layers,
         hidden=sizes.hidden,
         intermediate=sizes.intermediate,
         experts=sizes.experts,
@@ -115,15 +120,24 @@ def _model(options: Options, adapted: Adapted) -> results.Model:
     )
 
 
-def _write(found: results.Results, folder: Path) -> None:
-    results.write_metrics(found, folder / output.METRICS)
-    results.write_text(folder / output.TIMES, found.backward.text + "\n")
-    draw(found, folder / output.PICTURE)
-    report.write_report(found, folder / output.REPORT, output.PICTURE)
+def _write(found: results.Results, folder: Path) -> dict[str, str]:
+    """Writes the reports, each for itself: hours of training are in them. Returns what failed, and why."""
+    failed: dict[str, str] = {}
+    for name, write in {
+        output.METRICS: results.write_metrics,
+        output.TIMES: results.write_times,
+        output.PICTURE: draw,
+        output.REPORT: report.write_report,
+    }.items():
+        try:
+            write(found, folder / name)
+        except Exception as error:  # a full disk, or whatever matplotlib raises
+            failed[name] = cause_of(error)
+    return failed
 
 
-def _summary(found: results.Results, say: Terminal) -> None:
-    """What one wants to have seen at the end, and where the rest is."""
+def _summary(found: results.Results, say: Terminal, failed: Collection[str]) -> None:
+    """What one wants to have seen at the end, and where the rest is but those reports that failed."""
     say.table(report.loss_table(found))
     say.table(report.adapter_table(found))
     files = {f"{output.ADAPTER}/": "the adapter, for PEFT and for servers"}
@@ -137,4 +151,5 @@ def _summary(found: results.Results, say: Terminal) -> None:
     }
     say.line(f"\nDone in {say.total()}. In {found.options.output}{os.sep}:")
     for name, meaning in files.items():
-        say.fact(name, meaning)
+        if name not in failed:
+            say.fact(name, meaning)

@@ -29,6 +29,7 @@ from amx_sft_moe.checkpoints.plan import make_plan
 from amx_sft_moe.errors import ArgumentError, cause_of
 from amx_sft_moe.integrations.experts_hook import why_not
 from amx_sft_moe.integrations.mapped_experts import mapped_bytes
+from amx_sft_moe.integrations.preparation import routes_per_token
 from amx_sft_moe.system.machine import available_memory
 
 from .errors import FinetuneError
@@ -137,7 +138,7 @@ def load_model(
             experts_implementation=experts,
             cache_dir=cache_dir,
         )
-    model.config.output_router_logits = False
+    model.config.get_text_config().output_router_logits = False
     return model
 
 
@@ -163,7 +164,7 @@ def load_stacked(folder: Path, dtype: torch.dtype, experts: str) -> PreTrainedMo
         require_all_weights(folder, model, report)
     for _, module in routed_experts(model):
         module.to(dtype)  # transformers 5.20 makes bfloat16 of mxfp4, whatever is asked for
-    model.config.output_router_logits = False
+    model.config.get_text_config().output_router_logits = False
     return model
 
 
@@ -172,8 +173,10 @@ def _loading(folder: Path) -> Iterator[None]:
     """Turns what loading raises into a FinetuneError."""
     try:
         yield
-    except (ArgumentError, OSError, ValueError, KeyError) as error:
+    except (ArgumentError, OSError) as error:
         raise FinetuneError(f"cannot load a model from {folder}: {_first_line(error)}") from error
+    except Exception as error:  # transformers and the model's own code raise what they like
+        raise FinetuneError(f"cannot load a model from {folder}: {cause_of(error)}") from error
 
 
 def check_checkpoint(folder: Path) -> None:
@@ -270,8 +273,8 @@ def expert_sizes(model: torch.nn.Module) -> ExpertSizes:
     _, module = next(iter(routed_experts(bare)))
     experts, rows, cols = module.get_parameter("down_proj").shape
     hidden, intermediate = (cols, rows) if getattr(module, "is_transposed", False) else (rows, cols)
-    top_k = next((each.top_k for each in bare.modules() if isinstance(getattr(each, "top_k", None), int)), 0)
-    return ExpertSizes(experts, hidden, intermediate, top_k)
+    of_routers = (each.top_k for each in bare.modules() if isinstance(getattr(each, "top_k", None), int))
+    return ExpertSizes(experts, hidden, intermediate, next(of_routers, routes_per_token(bare, module) or 0))
 
 
 def trained_parameters(model: PeftModel) -> Trained:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from .comparison import Lane
 from .options import OURS, Options
-from .output import ADAPTER, BASE
+from .output import ADAPTER, BASE, PICTURE
 from .results import Results, write_text
 from .tables import Row, duration, loss, markdown_table, milliseconds
 
@@ -94,9 +94,9 @@ def loading(options: Options) -> str:
     return _LOADING.format(base=str(base.resolve()), adapter=str((options.output / ADAPTER).resolve()))
 
 
-def markdown(results: Results, picture: str) -> str:
-    """The whole report. `picture` is the file name of the picture beside it."""
-    parts = ["# A fine-tuning run", _facts(results), f"![Losses and step times]({picture})"]
+def markdown(results: Results) -> str:
+    """The whole report, for a file beside the picture."""
+    parts = ["# A fine-tuning run", _facts(results), f"![Losses and step times]({PICTURE})"]
     parts += [
         "## Losses",
         "Nats per token, on text that no step has seen.",
@@ -137,6 +137,6 @@ def markdown(results: Results, picture: str) -> str:
     return "\n\n".join(parts) + "\n"
 
 
-def write_report(results: Results, path: Path, picture: str) -> None:
+def write_report(results: Results, path: Path) -> None:
     """Writes `report.md`."""
-    write_text(path, markdown(results, picture))
+    write_text(path, markdown(results))

@@ -128,6 +128,11 @@ def write_metrics(results: Results, path: Path) -> None:
     write_text(path, json.dumps(_finite(results.as_json()), indent=2, allow_nan=False) + "\n")
 
 
+def write_times(results: Results, path: Path) -> None:
+    """Writes `backward-times.txt`, the timing dump."""
+    write_text(path, results.backward.text + "\n")
+
+
 def _finite(value: Any) -> Any:
     """Plain values with None in the place of each float that is not finite."""
     if isinstance(value, dict):

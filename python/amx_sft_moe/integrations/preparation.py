@@ -165,18 +165,29 @@ def _require_routed(model: nn.Module, experts: list[RoutedExperts], parts: list[
     trained = sorted({f"{part.key.group} ({part.key.target})" for part in parts if part.key.how})
     raise ArgumentError(
         f"model: expected routed experts that train, got {_name(model)} with the experts of {len(experts)} "
-        f"layers frozen; what trains: {', '.join(trained) or 'nothing'}. {_how_to_target(experts[0])}"
+        f"layers frozen; what trains: {', '.join(trained) or 'nothing'}. {_how_to_target(experts)}"
     )
 
 
-def _how_to_target(experts: RoutedExperts) -> str:
-    block = ".".join(experts.name.split(".")[-2:])
-    if not experts.fused:
+def _how_to_target(experts: list[RoutedExperts]) -> str:
+    targets: dict[str, None] = {}  # in order, each once
+    for one in experts:
+        if one.fused:
+            names = [name for name, p in one.module._parameters.items() if p is not None and p.dim() == 3]
+            weights = [name for name in names if not name.endswith(("_lora_a", "_lora_b"))]
+            targets |= dict.fromkeys(".".join(filter(None, (_block(one.name), name))) for name in weights)
+    if not targets:
+        block = _block(experts[0].name)
         return f"To train them, name the projections below {block} in LoraConfig's target_modules"
-    names = [name for name, p in experts.module._parameters.items() if p is not None and p.dim() == 3]
-    prefix = f"{block}." if block else ""
-    targets = ", ".join(f'"{prefix}{name}"' for name in names if not name.endswith(("_lora_a", "_lora_b")))
-    return f"To train them: LoraConfig(target_parameters=[{targets}], ...)"
+    quoted = ", ".join(f'"{target}"' for target in targets)
+    return f"To train them: LoraConfig(target_parameters=[{quoted}], ...)"
+
+
+def _block(name: str) -> str:
+    """``mlp.experts`` of ``model.layers.3.mlp.experts``: without the number, which is one layer's."""
+    parts = name.split(".")
+    numbers = [index for index, part in enumerate(parts) if part.isdigit()]
+    return ".".join(parts[numbers[-1] + 1 if numbers else 0 :][-2:])
 
 
 def _shapes(
@@ -187,14 +198,19 @@ def _shapes(
     shapes = []
     for one in experts:
         if one.fused:
-            k = top_k if top_k is not None else _top_k(model, one.module)
+            k = top_k if top_k is not None else routes_per_token(model, one.module)
+            if k is None:
+                raise ArgumentError(
+                    f"top_k: expected routes per token, since {_name(model)} does not say them, got None"
+                )
             shape = training_memory.layer_shape(one.module, one.num_experts, k, lora_ranks(one, model))
             if shape is not None:
                 shapes.append(shape)
     return shapes
 
 
-def _top_k(model: nn.Module, experts: nn.Module) -> int:
+def routes_per_token(model: nn.Module, experts: nn.Module) -> int | None:
+    """How many experts a token goes to, as the module or the configuration says; ``None``: neither does."""
     config: Any = getattr(experts, "config", None) or getattr(model, "config", None)
     if hasattr(config, "get_text_config"):
         config = config.get_text_config()
@@ -202,7 +218,7 @@ def _top_k(model: nn.Module, experts: nn.Module) -> int:
         for name in _TOP_K:
             if isinstance(k := getattr(holder, name, None), int):
                 return k
-    raise ArgumentError(f"top_k: expected routes per token, since {_name(model)} does not say them, got None")
+    return None
 
 
 def _state(model: nn.Module, parts: list[Part], optimizer: str | float) -> Iterable[MemoryItem]:
