@@ -235,9 +235,8 @@ def _on_cpu(
     inputs = {"x": x, "expert_ids": expert_ids, "routing_weights": routing_weights}
     require_tensors(**inputs)
     for name, tensor in inputs.items():
-        if (
-            type(tensor) is torch.Tensor and tensor.is_meta
-        ):  # those of subclasses may have their numbers elsewhere
+        # Tensors of subclasses may have their numbers elsewhere.
+        if type(tensor) is torch.Tensor and tensor.is_meta:
             raise ArgumentError(f"{name}: expected a tensor with numbers, got one on the meta device")
     return x.to("cpu"), expert_ids.to("cpu"), routing_weights.to("cpu")
 

@@ -134,7 +134,7 @@ inline constexpr index_t kLongK = 8192;
 // Elements of a row from which, where tokens take more than one block of tiles, memory is asked for the next tile of rows
 // while one is multiplied: a page of 4 KiB (benchmarks/LOG.md, "Next rows asked for").
 inline constexpr index_t kLongRow = 2048;
-// What of C is finished together then, in L1: columns of gemm_nn, whose up to 16 rows are 16 KiB; rows of C^T of gemm_nt, whole
+// What of C is finished together then, in L1: columns of gemm_nn, whose up to 32 rows are 32 KiB; rows of C^T of gemm_nt, whole
 // lines of what they are stored to.
 inline constexpr index_t kFinishedCols = 256;
 inline constexpr index_t kFinishedRows = 32;

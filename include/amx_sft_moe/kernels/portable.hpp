@@ -14,7 +14,7 @@ namespace kernels {
 // A kernel is a policy: which microkernel, which row operations, which types.
 //   Weight   element of the base weights
 //   Stored   element of saved and intermediate activations
-//   Compute  element of the microkernel's operands; anything else is converted panel by panel
+//   Compute  element of the microkernel's operands; anything else is converted on its way: panels, strips, in products
 template <class W>
 struct Portable {
   static constexpr std::string_view kName = "portable";

@@ -127,7 +127,7 @@ def _parser() -> argparse.ArgumentParser:
         type=_count,
         default=0,
         metavar="N",
-        help="first passes of each kind and layer to leave out of steps",
+        help="first passes of each kind, operator and layer to leave out of steps",
     )
     chosen.add_argument(
         "--max-ranges",
