@@ -44,9 +44,13 @@ TEST(LastLine, StaysInAFullFile) {
   const std::string before = R"({"ph":"X","t)";
   std::ofstream(path, std::ios::binary) << before;
   const auto limit = static_cast<std::int64_t>(before.size());
-  BoundedFile(path.string(), limit, "[\n", "ended\n").append(R"({"ph":"X","ts":1},)" "\n");
+  BoundedFile(path.string(), limit, "[\n", "ended\n")
+      .append(R"({"ph":"X","ts":1},)"
+              "\n");
   EXPECT_EQ(contents(path), before);
-  BoundedFile(path.string(), 2 * limit, "[\n", "ended\n").append(R"({"ph":"X","ts":123456},)" "\n");
+  BoundedFile(path.string(), 2 * limit, "[\n", "ended\n")
+      .append(R"({"ph":"X","ts":123456},)"
+              "\n");
   EXPECT_EQ(contents(path), "[\n" + std::string(2 * before.size() - 8, ' ') + "ended\n");
 }
 
