@@ -66,7 +66,7 @@ class InPlace : public testing::Test {
     }
   }
 
-  // C = A [0 to 19 and 37 rows, k] x B [k, cols].
+  // C = or += A [0 to 19 and 37 rows, k] x B [k, cols].
   void sums_are_exact(index_t k, index_t cols) {
     const index_t stride = stride_of_x(k);
     const sft_test::GuardedMemory memory(static_cast<std::size_t>(k * cols) * sizeof(W), sft_test::Edge::kEnd);
@@ -76,15 +76,25 @@ class InPlace : public testing::Test {
       const sft_test::GuardedMemory memory_of_a = memory_of_x(rows * stride);
       const E* a = rows_of_x(memory_of_a, rows, k, stride);
       for (const bool in_order : {false, true}) {
-        const index_t c_stride = round_up(cols, 64) + 32;
-        std::vector<float> c(static_cast<std::size_t>(rows * c_stride), std::nanf(""));
-        const arch::RowSource<W> source{b, cols, 1, nullptr};
-        multiply(a, stride, rows, source, k, cols, {c.data(), c_stride, true}, in_order);
-        for (index_t r = 0; r < rows; ++r) {
-          for (index_t j = 0; j < cols; ++j) {
-            ASSERT_EQ(product(a + r * stride, b + j, cols, k), c[static_cast<std::size_t>(r * c_stride + j)])
-                << Kernel::kName << " k " << k << " cols " << cols << " rows " << rows << " at " << r << ", "
-                << j << (in_order ? " in order" : " side by side");
+        for (const bool fresh : {true, false}) {
+          const index_t c_stride = round_up(cols, 64) + 32;
+          std::vector<float> c(static_cast<std::size_t>(rows * c_stride), std::nanf(""));
+          const auto sum_of = [&](index_t r, index_t j) -> float& {
+            return c[static_cast<std::size_t>(r * c_stride + j)];
+          };
+          const auto before = [&](index_t r, index_t j) {
+            return fresh ? 0.0 : static_cast<double>(r + j % 13) / 4;
+          };
+          for (index_t r = 0; r < (fresh ? 0 : rows); ++r)
+            for (index_t j = 0; j < cols; ++j) sum_of(r, j) = static_cast<float>(before(r, j));
+          const arch::RowSource<W> source{b, cols, 1, nullptr};
+          multiply(a, stride, rows, source, k, cols, {c.data(), c_stride, fresh}, in_order);
+          for (index_t r = 0; r < rows; ++r) {
+            for (index_t j = 0; j < cols; ++j) {
+              ASSERT_EQ(before(r, j) + product(a + r * stride, b + j, cols, k), sum_of(r, j))
+                  << Kernel::kName << " k " << k << " cols " << cols << " rows " << rows << " at " << r << ", "
+                  << j << (in_order ? " in order" : " side by side") << (fresh ? "" : ", added");
+            }
           }
         }
       }

@@ -51,10 +51,16 @@ class BlockWalk {
   BlockOfRows here_, next_;
 };
 
+// Whether a block is the first or the last along K. Before the first and after the last columns of C stand as in memory; between
+// them a tile has its sums in what order it likes, as long as blocks of the same columns agree.
+struct BlockEnds {
+  bool first = true, last = true;
+};
+
 // Products of gemm_nn and gemm_tn. Tiles has, with its own target attribute, for 1 <= R <= kRows:
 //   template <int R, class S, class Ahead>
 //   static void block(const float* a, index_t a_stride, const S* const* b, index_t steps, index_t cols, const SumRows& c,
-//                     Ahead& ahead);
+//                     BlockEnds ends, Ahead& ahead);
 // which adds to C [R, cols] the products of A [R, steps], 1 <= steps <= kBlockSteps, with the first `cols` elements of rows b,
 // and has ahead.turn() with each line of B, but for the last columns.
 template <class Tiles, int MostRows>
@@ -71,7 +77,7 @@ struct InPlaceBlocks {
       const BlockOfRows& next = walk.next();
       LinesInOrder ahead(bytes_of(b.from_row(next.kk).from_column(next.col), next.steps, next.cols));
       multiply_block(a + here.kk, a_stride, rows, b.from_row(here.kk).from_column(here.col), here,
-                     c.after(here.kk).from(0, here.col), ahead);
+                     c.after(here.kk).from(0, here.col), {here.kk == 0, here.kk + here.steps == k}, ahead);
     }
   }
 
@@ -82,19 +88,20 @@ struct InPlaceBlocks {
   // rest, not parts as large as one another: two tiles of 8 rows take longer than one of 12 and one of 4.
   template <class S>
   static void multiply_block(const float* a, index_t a_stride, index_t rows, const RowSource<S>& b,
-                             const BlockOfRows& block, const SumRows& c, LinesInOrder& ahead) {
+                             const BlockOfRows& block, const SumRows& c, BlockEnds ends, LinesInOrder& ahead) {
     const S* row[std::size_t{kBlockSteps}];
     for (index_t k = 0; k < block.steps; ++k) row[k] = b.row(k);
     const auto tile = [&](index_t r, auto& asked) {
       block_of<S>(std::min(kRows, rows - r), asked)(a + r * a_stride, a_stride, row, block.steps, block.cols,
-                                                    c.from(r, 0), asked);
+                                                    c.from(r, 0), ends, asked);
     };
     NothingAhead nothing;
     for (index_t r = 0; r < rows; r += kRows) r == 0 && ahead.any() ? tile(r, ahead) : tile(r, nothing);
   }
 
   template <class S, class Ahead>
-  using Block = void (*)(const float*, index_t, const S* const*, index_t, index_t, const SumRows&, Ahead&);
+  using Block = void (*)(const float*, index_t, const S* const*, index_t, index_t, const SumRows&, BlockEnds,
+                         Ahead&);
   template <class S, class Ahead>
   static Block<S, Ahead> block_of(index_t rows, const Ahead&) {
     return []<int... Less>(index_t n, std::integer_sequence<int, Less...>) {

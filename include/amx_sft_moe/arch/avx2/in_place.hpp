@@ -42,7 +42,8 @@ struct InPlaceTiles {
   static constexpr index_t kRows = 6;
   template <int Rows, class S, class Ahead>
   AMX_SFT_MOE_TARGET_AVX2 static void block(const float* from, index_t from_stride, const S* const* b,
-                                            index_t steps, index_t cols, const SumRows& c, Ahead& ahead) {
+                                            index_t steps, index_t cols, const SumRows& c, BlockEnds /*ends*/,
+                                            Ahead& ahead) {
     constexpr int kVectors = Rows <= 3 ? 4 : 2;
     alignas(32) float a[std::size_t{Rows}][std::size_t{kBlockSteps}];
     for (int r = 0; r < Rows; ++r) {

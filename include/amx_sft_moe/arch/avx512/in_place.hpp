@@ -65,16 +65,17 @@ struct InPlaceTiles {
   static constexpr index_t kRows = 12;
   template <int Rows, class S, class Ahead>
   AMX_SFT_MOE_TARGET_AVX512 static void block(const float* from, index_t from_stride, const S* const* b,
-                                              index_t steps, index_t cols, const SumRows& c, Ahead& ahead) {
+                                              index_t steps, index_t cols, const SumRows& c, BlockEnds ends,
+                                              Ahead& ahead) {
     constexpr int kPanels = Rows <= 3 ? 8 : Rows <= 6 ? 4 : 2;
     alignas(kLineBytes) float a[std::size_t{Rows}][std::size_t{kBlockSteps}];
     copy_block(from, from_stride, steps, a);
     Ahead asked = ahead;
     index_t j = 0;
     for (; j + kPanels * kPanelCols <= cols; j += kPanels * kPanelCols) {
-      block_tile<kPanels>(a, b, steps, j, c, asked);
+      block_tile<kPanels>(a, b, steps, j, c, ends, asked);
     }
-    for (; j + kLine <= cols; j += kLine) block_tile<2>(a, b, steps, j, c, asked);
+    for (; j + kLine <= cols; j += kLine) block_tile<2>(a, b, steps, j, c, ends, asked);
     for (; j < cols; j += kPanelCols) last_columns(a, b, steps, j, mask16(cols - j), c);
     ahead = asked;
   }
@@ -173,13 +174,16 @@ struct InPlaceTiles {
     }
   }
 
-  // Columns [j, j + 16 Panels).
+  // Columns [j, j + 16 Panels). Of bf16 a line is taken apart by even and odd columns, for less than half of what it takes to
+  // widen its halves, and so are the sums from block to block.
   template <int Panels, std::size_t Rows, class S, class Ahead>
   AMX_SFT_MOE_INLINE AMX_SFT_MOE_TARGET_AVX512 static void block_tile(
       const float (&a)[Rows][std::size_t{kBlockSteps}], const S* const* b, index_t steps, index_t j,
-      const SumRows& c, Ahead& ahead) {
+      const SumRows& c, BlockEnds ends, Ahead& ahead) {
+    constexpr bool kPairs = std::is_same_v<S, bf16>;
     __m512 sum[Rows][std::size_t{Panels}];
     load_sums(c.from(0, j), sum);
+    if (kPairs && ends.first && !c.fresh) to_alternate(sum);
     for (index_t k = 0; k < steps; ++k) {
       AMX_SFT_MOE_UNROLL
       for (index_t bytes = 0; bytes < Panels * kPanelCols * index_t{sizeof(S)}; bytes += kLineBytes)
@@ -187,7 +191,10 @@ struct InPlaceTiles {
       const S* row = b[k] + j;
       __m512 line[std::size_t{Panels}];
       AMX_SFT_MOE_UNROLL
-      for (int p = 0; p < Panels; ++p) line[p] = load16(row + p * kPanelCols);
+      for (int p = 0; p < Panels; p += 2) {
+        line[p] = load_half<0>(row + p * kPanelCols);
+        line[p + 1] = load_half<1>(row + p * kPanelCols);
+      }
       AMX_SFT_MOE_UNROLL
       for (std::size_t r = 0; r < Rows; ++r) {
         const __m512 value = _mm512_set1_ps(a[r][k]);
@@ -195,7 +202,33 @@ struct InPlaceTiles {
         for (int p = 0; p < Panels; ++p) sum[r][p] = _mm512_fmadd_ps(value, line[p], sum[r][p]);
       }
     }
+    if (kPairs && ends.last) from_alternate(sum);
     store_sums(sum, c.from(0, j));
+  }
+
+  template <std::size_t Rows, std::size_t Panels>
+  AMX_SFT_MOE_INLINE AMX_SFT_MOE_TARGET_AVX512 static void to_alternate(__m512 (&sum)[Rows][Panels]) {
+    AMX_SFT_MOE_UNROLL
+    for (std::size_t r = 0; r < Rows; ++r) {
+      AMX_SFT_MOE_UNROLL
+      for (std::size_t p = 0; p < Panels; p += 2) {
+        const __m512 low = sum[r][p];
+        sum[r][p] = half_in_order<0, bf16>(low, sum[r][p + 1]);
+        sum[r][p + 1] = half_in_order<1, bf16>(low, sum[r][p + 1]);
+      }
+    }
+  }
+  template <std::size_t Rows, std::size_t Panels>
+  AMX_SFT_MOE_INLINE AMX_SFT_MOE_TARGET_AVX512 static void from_alternate(__m512 (&sum)[Rows][Panels]) {
+    AMX_SFT_MOE_UNROLL
+    for (std::size_t r = 0; r < Rows; ++r) {
+      AMX_SFT_MOE_UNROLL
+      for (std::size_t p = 0; p < Panels; p += 2) {
+        const __m512 even = sum[r][p];
+        sum[r][p] = half_of_alternate<0>(even, sum[r][p + 1]);
+        sum[r][p + 1] = half_of_alternate<1>(even, sum[r][p + 1]);
+      }
+    }
   }
 
   // Columns from j on, of which `there` are there.

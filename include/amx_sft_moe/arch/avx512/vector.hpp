@@ -100,6 +100,13 @@ AMX_SFT_MOE_INLINE AMX_SFT_MOE_TARGET_AVX512 __m512 half_in_order(__m512 low, __
   return _mm512_permutex2var_ps(low, _mm512_or_si512(even, _mm512_set1_epi32(Half)), high);
 }
 
+// And back: the low and the high 16 of 32 floats whose even and odd ones these are.
+template <int Half>
+AMX_SFT_MOE_INLINE AMX_SFT_MOE_TARGET_AVX512 __m512 half_of_alternate(__m512 even, __m512 odd) {
+  const __m512i low = _mm512_set_epi32(23, 7, 22, 6, 21, 5, 20, 4, 19, 3, 18, 2, 17, 1, 16, 0);
+  return _mm512_permutex2var_ps(even, _mm512_add_epi32(low, _mm512_set1_epi32(8 * Half)), odd);
+}
+
 // Columns [16 Half, 16 Half + 16) of two rows of 32 bf16, as pairs.
 template <int Half>
 AMX_SFT_MOE_INLINE AMX_SFT_MOE_TARGET_AVX512 __m512i pairs_of_rows(__m512i even, __m512i odd) {
