@@ -93,7 +93,7 @@ struct Avx512PairTiles : StripTiles<Avx512PairTiles, float, bf16, 12, 2, 64, 16>
 // In place: dot products of 3 rows x 8 tokens, 24 accumulators, 3 registers of W, 1 of x.
 struct Avx512Microkernel : StripTiles<Avx512Microkernel, float, float, 6, 4, 64, 4>,
                            avx512::MakesStrips<float>,
-                           InPlaceBlocks<avx512::InPlaceTiles, 18>,
+                           InPlaceBlocks<avx512::InPlaceTiles, 36>,
                            InPlaceDots<avx512::InPlaceTiles, 16, 32, 3, 8> {
   static_assert(kBlock == kStripCols);  // a strip is one block, for what packs it
   template <class S>
