@@ -25,6 +25,15 @@ struct DotPart {
   bool first = true, last = true;
 };
 
+// Adds to C [tokens, rows], the last rows of a block, what a whole tile has made of them.
+template <std::size_t Tokens>
+void add_last_rows(const float (&tile)[Tokens][3], index_t rows, const SumRows& c) {
+  for (std::size_t t = 0; t < Tokens; ++t) {
+    float* to = c.data + static_cast<index_t>(t) * c.stride;
+    for (index_t r = 0; r < rows; ++r) to[r] = c.fresh ? tile[t][r] : to[r] + tile[t][r];
+  }
+}
+
 // What a tile of dot products asks memory for, into L2: so many lines a turn, 1 to 3, each time `step` bytes further.
 template <int Lines>
 struct LinesOfTile {

@@ -83,30 +83,34 @@ struct InPlaceTiles {
     store_dots(sum, c);
   }
 
-  // The same of a part of K, for three rows after the other.
+  // The same of a part of K, three rows at a time.
   static constexpr index_t kSumLanes = kLanes;
   template <int Tokens, int Lines, class S>
   AMX_SFT_MOE_TARGET_AVX2 static void dot_part(const DotPart<S>& part, const float* x, const SumRows& c,
                                                NextBlockOfDots& ahead) {
-    index_t o = 0;
-    for (; o + 3 <= part.rows; o += 3) dot_tile<3, Tokens>(part, o, x, c, ahead.template lines<Lines>(o));
-    if (part.rows - o == 2) dot_tile<2, Tokens>(part, o, x, c, ahead.template lines<Lines>(o));
-    if (part.rows - o == 1) dot_tile<1, Tokens>(part, o, x, c, ahead.template lines<Lines>(o));
+    float last[std::size_t{Tokens}][3];
+    for (index_t o = 0; o < part.rows; o += 3) {
+      const SumRows to = o + 3 <= part.rows ? c.from(0, o) : SumRows{last[0], 3, true};
+      dot_tile<Tokens>(part, o, x, to, ahead.template lines<Lines>(o));
+    }
+    const index_t rows = part.rows % 3;
+    if (part.last && rows > 0) add_last_rows(last, rows, c.from(0, part.rows - rows));
   }
 
  private:
-  template <int Rows, int Tokens, int Lines, class S>
+  // Three rows from o on, the last one several times where fewer are there.
+  template <int Tokens, int Lines, class S>
   AMX_SFT_MOE_INLINE AMX_SFT_MOE_TARGET_AVX2 static void dot_tile(const DotPart<S>& part, index_t o,
                                                                   const float* x, const SumRows& c,
                                                                   LinesOfTile<Lines> lines) {
-    const S* row[std::size_t{Rows}];
-    for (int r = 0; r < Rows; ++r) row[r] = part.w + (o + r) * part.row_stride;
-    __m256 sum[std::size_t{Rows}][std::size_t{Tokens}];
+    const S* row[3];
+    for (index_t r = 0; r < 3; ++r) row[r] = part.w + std::min(o + r, part.rows - 1) * part.row_stride;
+    __m256 sum[3][std::size_t{Tokens}];
     const SumRows sums{part.sums + o * Tokens * kSumLanes, Tokens * kSumLanes, false};
     clear_sums(sum);
     if (!part.first) load_sums(sums, sum);
     add_dots(sum, row, x, part.k, [&](index_t /*kk*/, bool /*first*/) { lines.turn(); });
-    part.last ? store_dots(sum, c.from(0, o)) : store_sums(sum, sums);
+    part.last ? store_dots(sum, c) : store_sums(sum, sums);
   }
 
   template <std::size_t Rows, std::size_t Tokens>
