@@ -15,7 +15,7 @@
 AMX_SFT_MOE_NAMESPACE_BEGIN
 namespace arch {
 
-// Rows of W, of each the elements of a part of K. Sums of dot products are vectors of lanes, [rows / 3][tokens][3] of them: begun
+// Rows of W, of each the elements of a part of K. Sums of dot products are vectors of lanes, [rows / 3][3][tokens] of them: begun
 // by the first part, finished by the last, else from `sums` and there, aligned by a cache line.
 template <class S>
 struct DotPart {
