@@ -24,7 +24,7 @@ BACKWARD = ("scatter", "grad_down", "grad_activation", "grad_gate_up", "grad_sum
 TOKEN_REGIONS = ("sum_tokens", "grad_sum_tokens")  # their tasks are tokens, not an expert's rows
 # gemm_nt multiplies with weights in place for experts of up to so many rows in all, and in another way (strips,
 # or tokens along the lanes) for others, also for a task of their last few rows (InPlaceDots of the kernels'
-# microkernels). Kernels not named here know one way.
+# microkernels; of avx512 and avx2 where K is up to 4096, else 16). Kernels not named here know one way.
 # gemm_nn and gemm_tn choose by a task's own rows, which is what was measured.
 NT_REGIONS = ("gather", "gate_up", "down")
 IN_PLACE_ROWS = {"avx512": 32, "avx512_bf16": 14, "avx2": 24}
