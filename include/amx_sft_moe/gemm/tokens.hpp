@@ -6,6 +6,7 @@
 #include <algorithm>
 #include <cstdint>
 
+#include "amx_sft_moe/arch/blocking.hpp"
 #include "amx_sft_moe/gemm/operand.hpp"
 
 AMX_SFT_MOE_NAMESPACE_BEGIN
