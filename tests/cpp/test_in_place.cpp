@@ -56,16 +56,6 @@ class InPlace : public testing::Test {
     return sum;
   }
 
-  // Blocks are always asked for in order.
-  static void multiply(const E* a, index_t stride, index_t rows, const arch::RowSource<W>& b, index_t k,
-                       index_t cols, const arch::SumRows& c, bool in_order) {
-    if constexpr (requires { Micro::multiply_in_place(a, stride, rows, b, k, cols, c, in_order); }) {
-      return Micro::multiply_in_place(a, stride, rows, b, k, cols, c, in_order);
-    } else {
-      Micro::multiply_in_place(a, stride, rows, b, k, cols, c);
-    }
-  }
-
   // C = or += A [0 to 19, 36 and 37 rows, k] x B [k, cols].
   void sums_are_exact(index_t k, index_t cols) {
     const index_t stride = stride_of_x(k);
@@ -88,7 +78,7 @@ class InPlace : public testing::Test {
           for (index_t r = 0; r < (fresh ? 0 : rows); ++r)
             for (index_t j = 0; j < cols; ++j) sum_of(r, j) = static_cast<float>(before(r, j));
           const arch::RowSource<W> source{b, cols, 1, nullptr};
-          multiply(a, stride, rows, source, k, cols, {c.data(), c_stride, fresh}, in_order);
+          Micro::multiply_in_place(a, stride, rows, source, k, cols, {c.data(), c_stride, fresh}, in_order);
           for (index_t r = 0; r < rows; ++r) {
             for (index_t j = 0; j < cols; ++j) {
               ASSERT_EQ(before(r, j) + product(a + r * stride, b + j, cols, k), sum_of(r, j))

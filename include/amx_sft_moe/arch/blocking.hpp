@@ -72,8 +72,9 @@ inline constexpr index_t kSumsBytes = index_t{24} << 10;
 // Blocks of B's rows whose products keep C in registers (arch/in_place_blocks.hpp): steps along K at most, as many pages
 // as an L1 TLB of 64 holds beside those of C, and of the first; bytes of each, two of which take half of 1 MiB of L2; of
 // each row at most, for pieces of 4 KiB of rows of 6 or 14 come at 0.7 of the rate (benchmarks/LOG.md, "C in registers,
-// again").
-inline constexpr index_t kBlockSteps = 32, kFirstBlockSteps = 8;
+// again"). Of few rows of A fewer steps where the CPU likes memory in order: C's passes cost little then, and rows are the
+// longer in their order the fewer of them are read side by side ("Blocks of few rows").
+inline constexpr index_t kBlockSteps = 32, kFirstBlockSteps = 8, kBlockStepsOfARow = 4;
 inline constexpr index_t kBlockBytes = index_t{256} << 10;
 inline constexpr index_t kBlockRowBytes = index_t{16} << 10;
 // Blocks of W's rows whose dot products have K in parts (arch/dot_blocks.hpp): rows and bytes at most, two blocks and x beside

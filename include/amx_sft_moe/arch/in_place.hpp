@@ -9,7 +9,6 @@
 #include <utility>
 
 #include "amx_sft_moe/arch/blocking.hpp"
-#include "amx_sft_moe/arch/cpu_features.hpp"
 #include "amx_sft_moe/arch/operands.hpp"
 #include "amx_sft_moe/arch/paced_prefetch.hpp"
 #include "amx_sft_moe/arch/pages_ahead.hpp"
@@ -22,13 +21,6 @@ inline const char* bytes_behind(const void* from, index_t bytes) {
   // NOLINTNEXTLINE(performance-no-int-to-ptr): nothing is read through it
   return reinterpret_cast<const char*>(reinterpret_cast<std::uintptr_t>(from) +
                                        static_cast<std::uintptr_t>(bytes));
-}
-
-// Whether rows to come are asked for in the order in which they lie: memory is the faster the less it jumps (benchmarks/LOG.md,
-// "Zen 5"). Else side by side, as they are read, which hardware follows ("Rows side by side, for Intel"). Asked of the CPU once.
-inline bool asks_in_order() {
-  static const bool in_order = !read_cpu_features().follows_rows;
-  return in_order;
 }
 
 // Asks for rows [lead, rows) of a source, row after row. Gathered rows are not asked for.

@@ -6,6 +6,8 @@
 #pragma once
 
 #include <algorithm>
+#include <bit>
+#include <cstddef>
 #include <cstdint>
 #include <utility>
 
@@ -22,14 +24,16 @@ struct BlockOfRows {
 };
 
 // The blocks of B [k, cols], elements of so many bytes, one after the other: all steps along K of as many columns as are
-// asked for together before the next. Memory is asked for during the block before, so the first ones are small.
+// asked for together before the next, at most so many of them. Memory is asked for during the block before, so the first ones
+// are small.
 class BlockWalk {
  public:
-  BlockWalk(index_t k, index_t cols, index_t element)
+  BlockWalk(index_t k, index_t cols, index_t element, index_t most_steps)
       : k_(k), cols_(cols), wide_(std::min(cols, kBlockRowBytes / element)) {
     const index_t fit = kBlockBytes / std::max<index_t>(wide_ * element, 1);
-    most_ = std::clamp(fit / kFirstBlockSteps * kFirstBlockSteps, kFirstBlockSteps, kBlockSteps);
-    next_ = {0, 0, cols > 0 ? std::min(kFirstBlockSteps, k) : 0, wide_};
+    const index_t first = std::min(kFirstBlockSteps, most_steps);
+    most_ = std::clamp(fit / kFirstBlockSteps * kFirstBlockSteps, first, most_steps);
+    next_ = {0, 0, cols > 0 ? std::min(first, k) : 0, wide_};
     advance();
   }
 
@@ -71,8 +75,8 @@ struct InPlaceBlocks {
   // C [rows, cols] += A [rows, k] x B [k, cols], B's columns adjacent.
   template <class S>
   static void multiply_in_place(const float* a, index_t a_stride, index_t rows, const RowSource<S>& b,
-                                index_t k, index_t cols, const SumRows& c) {
-    for (BlockWalk walk(k, cols, sizeof(S)); !walk.done(); walk.advance()) {
+                                index_t k, index_t cols, const SumRows& c, bool in_order = asks_in_order()) {
+    for (BlockWalk walk(k, cols, sizeof(S), most_steps(rows, in_order)); !walk.done(); walk.advance()) {
       const BlockOfRows& here = walk.here();
       const BlockOfRows& next = walk.next();
       LinesInOrder ahead(bytes_of(b.from_row(next.kk).from_column(next.col), next.steps, next.cols));
@@ -83,6 +87,11 @@ struct InPlaceBlocks {
 
  private:
   static constexpr index_t kRows = Tiles::kRows;
+
+  static constexpr index_t most_steps(index_t rows, bool in_order) {
+    if (!in_order || rows >= kBlockSteps / kBlockStepsOfARow) return kBlockSteps;
+    return kBlockStepsOfARow * static_cast<index_t>(std::bit_floor(static_cast<std::size_t>(rows)));
+  }
 
   // C [rows, block.cols] += A [rows, block.steps] x b. The first tile's rows ask for what is next. Whole tiles and the
   // rest, not parts as large as one another: two tiles of 8 rows take longer than one of 12 and one of 4.

@@ -3,6 +3,7 @@
 
 #include <cstdint>
 
+#include "amx_sft_moe/arch/cpu_features.hpp"
 #include "amx_sft_moe/arch/operands.hpp"
 #include "amx_sft_moe/arch/paced_prefetch.hpp"
 
@@ -30,6 +31,13 @@ RowBytes bytes_of(const RowSource<S>& source, index_t rows, index_t cols) {
   // One row may have any distance from a second that is not there, and its bytes no number.
   const index_t stride = rows > 1 ? source.row_stride * kSize : 0;
   return {reinterpret_cast<std::uintptr_t>(source.data), stride, rows, cols * kSize};
+}
+
+// Whether rows to come are asked for in the order in which they lie: memory is the faster the less it jumps (benchmarks/LOG.md,
+// "Zen 5"). Else side by side, as they are read, which hardware follows ("Rows side by side, for Intel"). Asked of the CPU once.
+inline bool asks_in_order() {
+  static const bool in_order = !read_cpu_features().follows_rows;
+  return in_order;
 }
 
 // Asks for rows in L2, a line at a time, in the order in which they lie; behind the last for the first line again.
