@@ -327,6 +327,40 @@ def test_a_report_that_cannot_be_made_keeps_no_other_back(tmp_path, monkeypatch,
     assert written == {"adapter", *output.REPORTS} - {output.PICTURE}
 
 
+def test_stages_that_fail_after_training_keep_no_report_back(tmp_path, monkeypatch, capsys):
+    def no_memory(*arguments):
+        raise RuntimeError("can't allocate memory: you tried to allocate 8 bytes\nmore of it")
+
+    def odd(*arguments):
+        raise LookupError("of a layer")
+
+    monkeypatch.setattr(stages.comparison, "compare", no_memory)
+    monkeypatch.setattr(stages.hook, "backward_times", odd)
+    monkeypatch.setattr(stages.adapter, "stock_loss", odd)
+    wanted = replace(options(tmp_path, checkpoint(tmp_path / "checkpoint", "mixtral")), compare_steps=1)
+    monkeypatch.setattr(cli, "parse", lambda argv: wanted)
+    assert cli.main([]) == 1
+    said = capsys.readouterr()
+    reasons = {
+        "the comparison": "RuntimeError: can't allocate memory: you tried to allocate 8 bytes",
+        output.TIMES: "LookupError: of a layer",
+    }
+    lost = "; ".join(f"{name}: {reason}" for name, reason in reasons.items())
+    assert said.err.endswith(f"error: --output {tmp_path / 'out'}: the adapter is written, but not {lost}\n")
+    assert "every number" in said.out
+    assert "the timing dump" not in said.out
+    written = {path.name for path in (tmp_path / "out").iterdir()}
+    assert written == {"adapter", *output.REPORTS} - {output.TIMES}
+    metrics = json.loads((tmp_path / "out" / output.METRICS).read_text())
+    assert metrics["failed"] == reasons
+    assert metrics["comparison"] is None
+    assert metrics["backward_times"] is None
+    assert metrics["adapter"]["stock_error"] == "LookupError: of a layer"
+    report = (tmp_path / "out" / output.REPORT).read_text()
+    assert all(f"- {name}: {reason}\n" in report for name, reason in reasons.items())
+    assert "Where the time of a backward goes" not in report.split("## Time")[0]
+
+
 def test_an_adapter_saved_fused_leaves_the_users_own_card(tmp_path, monkeypatch):
     monkeypatch.setattr(adapters, "save_per_expert", refused)
     wanted = options(tmp_path, checkpoint(tmp_path / "checkpoint", "mixtral"))

@@ -5,10 +5,12 @@ from __future__ import annotations
 import os
 import platform
 import tempfile
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from dataclasses import replace
+from functools import partial
 from importlib.metadata import version
 from pathlib import Path
+from typing import TypeVar
 
 import torch
 
@@ -21,6 +23,8 @@ from .options import Options
 from .plot import draw
 from .stages import Adapted, Base, Text, Tokens
 from .terminal import Terminal
+
+Found = TypeVar("Found")
 
 
 def run(options: Options) -> results.Results:
@@ -55,11 +59,14 @@ def run(options: Options) -> results.Results:
         count = max(options.compare_steps, 1)
         batches = comparison.batches(tokens.training, count, options.batch_size, options.seed)
         lanes = None
+        failed: dict[str, str] = {}
         if options.compare_steps:
             with say.stage("The same steps with torch's grouped_mm"):
-                lanes = stages.compare(options, base, adapted, batches, say)
+                compare = partial(stages.compare, options, base, adapted, batches, say)
+                lanes = _tried("the comparison", compare, say, failed)
         with say.stage("Where the time of a backward goes"):
-            times = stages.backward_times(options, adapted, batches[0], scratch, say)
+            dump = partial(stages.backward_times, options, adapted, batches[0], scratch, say)
+            times = _tried(output.TIMES, dump, say, failed)
 
     found = results.Results(
         options=options,
@@ -72,13 +79,25 @@ def run(options: Options) -> results.Results:
         backward=times,
         adapter=saved,
         seconds=dict(say.seconds),
+        failed=dict(failed),
     )
-    failed = _write(found, options.output)
+    failed |= _write(found, options.output)
     _summary(found, say, failed)
     if failed:
         reasons = "; ".join(f"{name}: {reason}" for name, reason in failed.items())
         raise FinetuneError(f"--output {options.output}: the adapter is written, but not {reasons}")
     return found
+
+
+def _tried(what: str, work: Callable[[], Found], say: Terminal, failed: dict[str, str]) -> Found | None:
+    """What `work` returns. None where it fails, with the reason in `failed`: training is over and the adapter
+    written, and what is known of them is to be written too."""
+    try:
+        return work()
+    except Exception as error:  # mostly memory: grouped_mm takes several times as much
+        failed[what] = cause_of(error)
+        say.fact("failed", failed[what])
+        return None
 
 
 def _environment(kernel: str, threads: int) -> dict[str, str]:
@@ -130,7 +149,8 @@ def _write(found: results.Results, folder: Path) -> dict[str, str]:
         output.REPORT: report.write_report,
     }.items():
         try:
-            write(found, folder / name)
+            if name not in found.failed:
+                write(found, folder / name)
         except Exception as error:  # a full disk, or whatever matplotlib raises
             failed[name] = cause_of(error)
     return failed

@@ -110,18 +110,20 @@ def markdown(results: Results) -> str:
             CAVEAT,
             markdown_table(*step_loss_table(*results.comparison)),
         ]
-    dumped = (
-        f"The experts of layer {results.backward.layer} of {results.backward.layers} in one step, as the "
-        "operator dumps it (`AMX_SFT_MOE_TIMER=text`)."
-    )
     form = "a pair of factors per expert and projection, the form that PEFT loads and servers converge on."
     if results.adapter.fused:
         form = f"fused, as PEFT writes it; not per expert: {results.adapter.fused}"
     written = f"`adapter/`, {results.adapter.bytes / 1e6:.1f} MB: {form}"
+    if results.backward is not None:
+        parts += [
+            "## Where the time of a backward goes",
+            f"The experts of layer {results.backward.layer} of {results.backward.layers} in one step, as the "
+            "operator dumps it (`AMX_SFT_MOE_TIMER=text`).",
+            f"```\n{results.backward.text}\n```",
+        ]
+    if results.failed:
+        parts += ["## What failed", "\n".join(f"- {what}: {why}" for what, why in results.failed.items())]
     parts += [
-        "## Where the time of a backward goes",
-        dumped,
-        f"```\n{results.backward.text}\n```",
         "## The adapter",
         written,
         markdown_table(*adapter_table(results)),

@@ -62,7 +62,7 @@ class Adapter:
 
 @dataclass
 class Results:
-    """One run. Parts that the options switch off are None."""
+    """One run. Parts that the options switch off, or that failed, are None."""
 
     options: Options
     environment: dict[str, str]
@@ -71,9 +71,10 @@ class Results:
     base: Curve | None
     lora: Curve
     comparison: list[Lane] | None  # ours, then torch's grouped_mm
-    backward: BackwardTimes
+    backward: BackwardTimes | None  # None: failed
     adapter: Adapter
     seconds: dict[str, float] = field(default_factory=dict)  # of each stage
+    failed: dict[str, str] = field(default_factory=dict)  # what of it could not be found out, and why
 
     @property
     def before(self) -> float:
@@ -107,8 +108,9 @@ class Results:
                 "held_out_after": self.after,
             },
             "comparison": self.comparison and [lane(found) for found in self.comparison],
-            "backward_times": asdict(self.backward),
+            "backward_times": self.backward and asdict(self.backward),
             "adapter": asdict(self.adapter),
+            "failed": self.failed,
             "seconds": {**self.seconds, "total": sum(self.seconds.values())},
         }
 
@@ -130,7 +132,8 @@ def write_metrics(results: Results, path: Path) -> None:
 
 def write_times(results: Results, path: Path) -> None:
     """Writes `backward-times.txt`, the timing dump."""
-    write_text(path, results.backward.text + "\n")
+    if results.backward is not None:
+        write_text(path, results.backward.text + "\n")
 
 
 def _finite(value: Any) -> Any:

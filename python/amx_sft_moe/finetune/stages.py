@@ -12,6 +12,8 @@ import torch
 from peft import PeftModel
 from transformers import PreTrainedTokenizerBase
 
+from amx_sft_moe.errors import cause_of
+
 from . import adapter, comparison, corpus, hook, jsonl, model, packing, report, results
 from .corpus import Document, Example
 from .errors import DivergedError, FinetuneError
@@ -248,9 +250,10 @@ def read_back(
         stock = adapter.stock_loss(
             base.folder, folder, tokens.held_out, dtype, options.batch_size, options.threads, scratch
         )
-    except FinetuneError as error:
-        say.fact("held-out loss", f"{loss(here)} here; {str(error).splitlines()[0]}")
-        return results.Adapter(size, here, None, str(error))
+    except Exception as error:  # a full disk as well: no reason to lose what training has found
+        reason = str(error) if isinstance(error, FinetuneError) else cause_of(error)
+        say.fact("held-out loss", f"{loss(here)} here; {reason.splitlines()[0]}")
+        return results.Adapter(size, here, None, reason)
     say.fact("held-out loss", f"{loss(here)} here, {loss(stock)} in stock PEFT on a fresh base")
     if not abs(stock - here) <= SAME_LOSS:
         say.fact("beware", "stock PEFT does not get the same model out of this adapter")
