@@ -7,6 +7,7 @@
 #include <cmath>
 #include <cstring>
 #include <numeric>
+#include <type_traits>
 #include <vector>
 
 #include "amx_sft_moe/amx_sft_moe.hpp"
@@ -95,6 +96,14 @@ class GemmTokens : public testing::Test {
     for (index_t i = 0; i < kMostTokens * kMostIn; ++i) x_[i] *= i % 7 == 0 ? 1000.0F / 3 : 1.0F / 3;
   }
 
+  // All zeros but the last step of K = in, whose product is too small for a float.
+  void make_last_products_tiny(index_t in) {
+    std::fill_n(weights_.data(), kOut * kMostIn, W{});
+    std::fill_n(x_.data(), kMostTokens * kMostIn, 0.0F);
+    for (index_t o = 0; o < kOut; ++o) weights_[o * kMostIn + in - 1] = from_float<W>(-1e-30F);
+    for (index_t t = 0; t < kMostTokens; ++t) x_[t * kMostIn + in - 1] = 1e-30F;
+  }
+
   void expect_exact(index_t in, index_t tokens, index_t outs = kOut) {
     const std::vector<float> y = product(in, 0, tokens, tokens, outs);
     for (index_t t = 0; t < tokens; ++t) {
@@ -131,6 +140,17 @@ TYPED_TEST(GemmTokens, ATaskOfFewTokensHasTheBitsOfAll) {
       const std::vector<float> some = this->product(in, first, tokens, 70);
       EXPECT_EQ(0, std::memcmp(some.data(), all.data() + first * kOut, some.size() * sizeof(float)))
           << tokens << " tokens from " << first << ", K = " << in;
+    }
+  }
+}
+
+// Where products are fused with sums an odd K, which strips pad, makes no +0 of a sum that has become -0.
+TYPED_TEST(GemmTokens, TheLastSumKeepsItsSign) {
+  if constexpr (std::is_same_v<typename TypeParam::Compute, float> &&
+                !std::is_same_v<typename TypeParam::Microkernel, arch::PortableMicrokernel>) {
+    for (const index_t in : {65, 66}) {
+      this->make_last_products_tiny(in);
+      for (const float sum : this->product(in, 0, 70, 70)) ASSERT_TRUE(sum == 0 && std::signbit(sum)) << in;
     }
   }
 }

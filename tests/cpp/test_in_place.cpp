@@ -166,7 +166,13 @@ TYPED_TEST(SignOfZero, IsThatOfTheLastSum) {
       const arch::RowSource<Weight> rows_of_b{b.data(), kCols, 1, nullptr};
       const std::array<gemm::NnTerm, 1> terms{{{rows_of_a, rows_of_b, k}}};
       gemm::gemm_nn<TypeParam>(thread, rows, kCols, terms, [&](const gemm::Block& block) {
-        EXPECT_TRUE(block.c[0] == 0 && std::signbit(block.c[0])) << rows << " rows, K = " << k;
+        for (index_t r = 0; r < block.rows; ++r) {
+          for (index_t j = 0; j < block.cols; ++j) {
+            const float sum = block.c[r * block.stride + j];
+            ASSERT_TRUE(sum == 0 && std::signbit(sum))
+                << rows << " rows, K = " << k << ", at " << r << ", " << j;
+          }
+        }
       });
     }
   }

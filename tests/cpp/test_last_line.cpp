@@ -3,6 +3,7 @@
 #include <gtest/gtest.h>
 
 #include <cstdint>
+#include <filesystem>
 #include <fstream>
 #include <string>
 
@@ -20,23 +21,46 @@ TEST(LastLine, IsTakenAwayWhereAKillMetIt) {
   struct Found {
     std::string before, record, after;
   };
-  for (const auto& [before, record, after] : {
-           Found{step + "0}\n" + step, step + "1}\n", step + "0}\n" + step + "1}\n"},
-           Found{step + "0}\n{", step + "1}\n", step + "0}\n" + step + "1}\n"},
-           Found{step + megabyte, step + "1}\n", "[\n" + step + "1}\n"},
-           Found{"[\n" + event + "1},\n" + event + megabyte, event + "2},\n",
-                 "[\n" + event + "1},\n" + event + "2},\n"},
-           // Not ours: nothing of it is taken, and the record has a line of its own.
-           Found{"a line", step + "1}\n", "a line\n" + step + "1}\n"},
-           Found{"[" + event + "1}]", event + "2},\n", "[" + event + "1}]\n" + event + "2},\n"},
-           Found{step + "0}\n", step + "1}\n", step + "0}\n" + step + "1}\n"},
-           Found{"\n", step + "1}\n", "\n" + step + "1}\n"},
-       }) {
+  for (
+      const auto& [before, record, after] : {
+          Found{step + "0}\n" + step, step + "1}\n", step + "0}\n" + step + "1}\n"},
+          Found{step + "0}\n{", step + "1}\n", step + "0}\n" + step + "1}\n"},
+          Found{step + megabyte, step + "1}\n", "[\n" + step + "1}\n"},
+          Found{"[\n" + event + "1},\n" + event + megabyte, event + "2},\n",
+                "[\n" + event + "1},\n" + event + "2},\n"},
+          // Not ours: nothing of it is taken, and the record has a line of its own.
+          Found{"a line", step + "1}\n", "a line\n" + step + "1}\n"},
+          Found{"[" + event + "1}]", event + "2},\n", "[" + event + "1}]\n" + event + "2},\n"},
+          Found{step + "0}\n", step + "1}\n", step + "0}\n" + step + "1}\n"},
+          // Ours and whole, but for its end: kept. Without its comma an event is none, nor is a line that ends within.
+          Found{step + "0}", step + "1}\n", step + "0}\n" + step + "1}\n"},
+          Found{step + R"({"a":"}\"}"}})", step + "1}\n", step + R"({"a":"}\"}"}})" + "\n" + step + "1}\n"},
+          Found{step + R"({"a":"}\"}"})", step + "1}\n", "[\n" + step + "1}\n"},
+          Found{step + R"({"a":"}}})", step + "1}\n", "[\n" + step + "1}\n"},
+          Found{"[\n" + event + "1},", event + "2},\n", "[\n" + event + "1},\n" + event + "2},\n"},
+          Found{"[\n" + event + "1}", event + "2},\n", "[\n" + event + "2},\n"},
+          // Pieces whose line before ends just where a block that is read back begins.
+          Found{"a\n" + step + std::string(16384 - step.size(), '7'), step + "1}\n", "a\n" + step + "1}\n"},
+          Found{"a\n" + step + std::string(16385 - step.size(), '7'), step + "1}\n", "a\n" + step + "1}\n"},
+          Found{"a\n" + step + std::string(16386 - step.size(), '7'), step + "1}\n", "a\n" + step + "1}\n"},
+          Found{"\n", step + "1}\n", "\n" + step + "1}\n"},
+      }) {
     const auto path = fresh_file("torn");
     std::ofstream(path, std::ios::binary) << before;
     BoundedFile(path.string(), 1 << 24, "[\n", "ended\n").append(record);
     EXPECT_TRUE(contents(path) == after) << before.substr(0, 60) << " became " << contents(path).substr(0, 200);
   }
+}
+
+TEST(LastLine, StaysWhereItCannotBeRead) {
+  const auto path = fresh_file("unreadable");
+  const std::string before = R"({"ph":"X","t)", record = R"({"ph":"X","ts":1},)";
+  std::ofstream(path, std::ios::binary) << before;
+  std::filesystem::permissions(path, std::filesystem::perms::owner_write);
+  const bool readable = std::ifstream(path).good();  // to the superuser it is
+  BoundedFile(path.string(), 1 << 24, "[\n", "ended\n").append(record + "\n");
+  std::filesystem::permissions(path, std::filesystem::perms::owner_all);
+  EXPECT_EQ(contents(path), readable ? "[\n" + record + "\n" : before + record + "\n");
 }
 
 TEST(LastLine, StaysInAFullFile) {

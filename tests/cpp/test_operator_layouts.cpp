@@ -125,18 +125,22 @@ TYPED_TEST(OperatorLayouts, OneRowOfAnyStride) {
   expect_same_bits(step_alone<TypeParam>(problem), got);
 }
 
-// The same of weights: gate and up are one row each where I = 1.
+// The same of weights: gate and up are one row each where I = 1. Of the largest stride the bytes are a few less than none, which
+// no sanitizer minds; the other one's are more than there are numbers for.
 TYPED_TEST(OperatorLayouts, OneRowOfWeightsOfAnyStride) {
-  constexpr index_t kLargest = std::numeric_limits<index_t>::max();
-  for (const int tokens : {5, 40}) {  // in place, and in panels or by strips, of which there is a next one
-    const Problem problem =
-        random_problem({"one", tokens, 1, 2, 600, 1, {1, 1, 1}}, kPlain, kWeightDType<TypeParam>);
-    auto base = problem.base<typename TypeParam::Weight>();
-    base.gate.row_stride = base.up.row_stride = kLargest;
-    Outputs got(problem);
-    Moe<TypeParam> moe(problem.config(), base, problem.lora());
-    run_step(moe, problem, got);
-    expect_same_bits(step_alone<TypeParam>(problem), got);
+  constexpr index_t kSize = sizeof(typename TypeParam::Weight);
+  for (const index_t stride : {std::numeric_limits<index_t>::max(), (index_t{1} << 62) / kSize * 2}) {
+    for (const int tokens :
+         {5, 40, 60}) {  // in place, by blocks, and in panels or by strips, of which there is a next one
+      const Problem problem =
+          random_problem({"one", tokens, 1, 2, 600, 1, {1, 1, 1}}, kPlain, kWeightDType<TypeParam>);
+      auto base = problem.base<typename TypeParam::Weight>();
+      base.gate.row_stride = base.up.row_stride = stride;
+      Outputs got(problem);
+      Moe<TypeParam> moe(problem.config(), base, problem.lora());
+      run_step(moe, problem, got);
+      expect_same_bits(step_alone<TypeParam>(problem), got);
+    }
   }
 }
 

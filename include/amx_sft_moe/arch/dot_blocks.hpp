@@ -26,11 +26,11 @@ struct DotPart {
 };
 
 // Adds to C [tokens, rows], the last rows of a block, what a whole tile has made of them.
-template <std::size_t Tokens>
-void add_last_rows(const float (&tile)[Tokens][3], index_t rows, const SumRows& c) {
-  for (std::size_t t = 0; t < Tokens; ++t) {
-    float* to = c.data + static_cast<index_t>(t) * c.stride;
-    for (index_t r = 0; r < rows; ++r) to[r] = c.fresh ? tile[t][r] : to[r] + tile[t][r];
+inline void add_last_rows(const SumRows& tile, index_t tokens, index_t rows, const SumRows& c) {
+  for (index_t t = 0; t < tokens; ++t) {
+    const float* from = tile.data + t * tile.stride;
+    float* to = c.data + t * c.stride;
+    for (index_t r = 0; r < rows; ++r) to[r] = c.fresh ? from[r] : to[r] + from[r];
   }
 }
 
@@ -55,25 +55,34 @@ class NextBlockOfDots {
  public:
   static constexpr index_t kRows = 3;  // of a tile, a line of each in a turn of a single pass
 
+  // Which of a turn's three lines a pass asks for: of more than three passes the last ones ask for none.
+  struct Share {
+    index_t first = 0, lines = 0;
+  };
+  static constexpr Share share_of(index_t pass, index_t passes) {
+    if (passes == 1) return {0, 3};
+    if (passes == 2) return pass == 0 ? Share{0, 2} : Share{2, 1};
+    return {pass, pass < kRows ? 1 : 0};
+  }
+
   explicit NextBlockOfDots(const RowBytes& bytes)
       : bytes_(bytes),
         at_(bytes.first),
         end_(bytes.first + number(bytes.stride * (bytes.rows - 1) + bytes.row_bytes)) {}
 
-  // Of a part of K whose rows have bytes [begin, begin + 64 turns). Of the three lines of a tile those from `first` on. Where
-  // nothing is left to ask for it is x, which is in L1.
-  void part(index_t first, index_t begin, index_t turns, const float* x) {
-    first_ = first;
+  // Of a part of K whose rows have bytes [begin, begin + 64 turns). Where nothing is left to ask for it is x, which is in L1.
+  void part(Share share, index_t begin, index_t turns, const float* x) {
+    share_ = share;
     begin_ = begin;
     turns_ = turns;
     idle_ = reinterpret_cast<std::uintptr_t>(x);
   }
 
-  // For the tile of rows from `row` of this block on.
+  // For the tile of rows from `row` of this block on: as many as the share has, one where it has none.
   template <int Lines>
   AMX_SFT_MOE_INLINE LinesOfTile<Lines> lines(index_t row) {
-    if (bytes_.rows == 0) return {idle_, 0, 0, 0};
-    return bytes_.adjacent() ? in_order<Lines>() : side_by_side<Lines>(row + first_);
+    if (bytes_.rows == 0 || share_.lines == 0) return {idle_, 0, 0, 0};
+    return bytes_.adjacent() ? in_order<Lines>() : side_by_side<Lines>(row + share_.first);
   }
 
  private:
@@ -98,7 +107,8 @@ class NextBlockOfDots {
 
   RowBytes bytes_;
   std::uintptr_t at_, end_, idle_ = 0;
-  index_t first_ = 0, begin_ = 0, turns_ = 0;
+  Share share_;
+  index_t begin_ = 0, turns_ = 0;
 };
 
 // Tiles has, with its own target attribute, for 1 <= T <= DotTokens, beside order() (arch/in_place_dots.hpp):
@@ -116,7 +126,8 @@ struct DotBlocks {
     // Memory is asked for during the block before, so the first ones are small.
     for (index_t o = 0, here = std::min(kRows, outs); o < outs;) {
       const index_t next = std::min({2 * here, most, outs - o - here});
-      NextBlockOfDots ahead(bytes_of(w.from_row(o + here), next, k));
+      // Where there is none its first row is not thought of: one row may have any distance from a second.
+      NextBlockOfDots ahead(next > 0 ? bytes_of(w.from_row(o + here), next, k) : RowBytes{});
       multiply_block(Block<S>{w.from_row(o), here, k}, ordered, tokens, c.from(0, o), ahead);
       o += here;
       here = next;
@@ -145,7 +156,6 @@ struct DotBlocks {
     return round_up(ceil_div(k, parts), Tiles::kLine);
   }
 
-  // One pass asks for three lines a turn; of two the first for two; of more each for one.
   template <class S>
   static void multiply_block(const Block<S>& block, const float* ordered, index_t tokens, const SumRows& c,
                              NextBlockOfDots& ahead) {
@@ -154,26 +164,26 @@ struct DotBlocks {
     for_each_part(tokens, DotTokens, [&](index_t t, index_t count) {
       const float* x = ordered + t * round_up(block.k, Tiles::kLine);
       const SumRows to = c.from(t, 0);
-      if (passes == 1) {
-        multiply_pass<3>(block, x, count, to, 0, ahead);
-      } else if (passes == 2 && pass == 0) {
-        multiply_pass<2>(block, x, count, to, 0, ahead);
+      const NextBlockOfDots::Share share = NextBlockOfDots::share_of(pass++, passes);
+      if (share.lines == 3) {
+        multiply_pass<3>(block, x, count, to, share, ahead);
+      } else if (share.lines == 2) {
+        multiply_pass<2>(block, x, count, to, share, ahead);
       } else {
-        multiply_pass<1>(block, x, count, to, passes == 2 ? 2 : pass, ahead);
+        multiply_pass<1>(block, x, count, to, share, ahead);
       }
-      ++pass;
     });
   }
 
   template <int Lines, class S>
   static void multiply_pass(const Block<S>& block, const float* x, index_t tokens, const SumRows& c,
-                            index_t first_line, NextBlockOfDots& ahead) {
+                            NextBlockOfDots::Share share, NextBlockOfDots& ahead) {
     alignas(kLineBytes) float sums[std::size_t{kDotBlockRows / kRows * kTileSums}];
     constexpr index_t kSize = sizeof(S);
     const index_t steps = part_of_k(tokens, block.k);
     for (index_t kk = 0; kk < block.k; kk += steps) {
       const index_t here = std::min(steps, block.k - kk);
-      ahead.part(first_line, kk * kSize, here * kSize / kLineBytes, x + kk * tokens);
+      ahead.part(share, kk * kSize, here * kSize / kLineBytes, x + kk * tokens);
       const DotPart<S> part{block.w.data + kk, block.w.row_stride,  block.outs, here, sums,
                             kk == 0,           kk + here == block.k};
       part_of<S, Lines>(tokens)(part, x + kk * tokens, c, ahead);
@@ -184,7 +194,7 @@ struct DotBlocks {
   using Part = void (*)(const DotPart<S>&, const float*, const SumRows&, NextBlockOfDots&);
   template <class S, int Lines>
   static Part<S> part_of(index_t tokens) {
-    constexpr int kLeast = Lines == kRows ? 1 : (DotTokens + 1) / 2;  // tokens of one of several passes
+    constexpr int kLeast = Lines == 3 ? 1 : (DotTokens + 1) / 2;  // tokens of one of several passes
     return []<int... N>(index_t n, std::integer_sequence<int, N...>) {
       constexpr Part<S> kOf[] = {&Tiles::template dot_part<N + kLeast, Lines, S>...};
       return kOf[n];

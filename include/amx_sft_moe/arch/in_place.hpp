@@ -49,7 +49,7 @@ struct InPlaceSteps {
 //   template <std::size_t R, std::size_t D, class S>
 //   static void add_steps(InPlaceSteps<Element, R, D, S> steps, index_t cols, SumRows c, LeadingPrefetch* ahead);
 // which has ahead->turn(), unless that is null, for every kTurnColumns columns, or most of the last, and asks for each of `near`
-// there if asks_near or R <= kWaitingRows. With a kDeepest, also for 1 <= D <= kDeepest and any number of rows
+// there if asks_near or R <= kWaitingRows; and, for 1 <= D <= kDeepest and any number of rows,
 //   template <std::size_t D, class S>  // b: of the rows of B, the last null where K is odd
 //   static void add_few_steps(const Element* a, index_t a_stride, index_t rows, const S* const* b, index_t cols,
 //                             const SumRows& c);
@@ -67,9 +67,7 @@ struct InPlaceSums {
   template <class S>
   static void multiply_in_place(const A* a, index_t a_stride, index_t rows, const RowSource<S>& b, index_t k,
                                 index_t cols, const SumRows& c, bool in_order = asks_in_order()) {
-    if constexpr (kHoldsSteps) {
-      if (k <= kFewSteps || held(k, rows)) return multiply_held(a, a_stride, rows, b, k, cols, c);
-    }
+    if (k <= kFewSteps || held(k, rows)) return multiply_held(a, a_stride, rows, b, k, cols, c);
     constexpr index_t kSize = sizeof(S);
     const index_t lead = kFarRows + ceil_div(kFarBytes, cols * kSize);
     const bool far = lead < k && in_order;
@@ -92,12 +90,9 @@ struct InPlaceSums {
   }
 
  private:
-  static constexpr bool kHoldsSteps = requires { Tiles::kDeepest; };
   static constexpr index_t kDepth = 4;  // rows of B, or pairs of them, that meet in C's registers
 
-  static constexpr bool held(index_t k, index_t rows) {
-    return kHoldsSteps && k <= kHeldSteps && rows <= kFewFactorRows;
-  }
+  static constexpr bool held(index_t k, index_t rows) { return k <= kHeldSteps && rows <= kFewFactorRows; }
   // Few steps along K: some rows of B are in registers while all of A meets them, as many as those that follow.
   template <class S>
   static void multiply_held(const A* a, index_t a_stride, index_t rows, const RowSource<S>& b, index_t k,

@@ -32,6 +32,7 @@ TokenStrips<Kernel> strips_of_tokens(Scratch& scratch, const AnyRows& b, index_t
   using E = typename Kernel::Compute;
   using Micro = typename Kernel::Microkernel;
   constexpr index_t kTogether = arch::kStripRowsTogether, kCols = Micro::kCols;
+  static_assert(Micro::kBlock == kCols);  // a strip is one block of those that multiply() meets
   const index_t depth = round_up(tokens, arch::kPairing<E>);
   E* strips = scratch.b_panels.template as<E>(depth * round_up(cols, arch::kStripCols));
   with_adjacent_rows<Kernel>(scratch, b, tokens, cols, [&](const auto& source) {

@@ -19,7 +19,7 @@ AMX_SFT_MOE_NAMESPACE_BEGIN
 
 // Opened anew for each record, so that nothing has to be closed or shared, and a process that is killed leaves
 // every record that it finished. A line that the kill met is taken away by who writes next, whose record would be read as
-// its rest. The file itself says how full it is: the record that would not fit is replaced by spaces and the end mark up
+// its rest; where files cannot be locked nothing is, for it may be what another writes just now. The file itself says how full it is: the record that would not fit is replaced by spaces and the end mark up
 // to the limit, and whoever finds the file that large writes no more.
 //
 // The name may be a pipe's or a terminal's too (profile/pipe_writer.hpp): a step never waits for their reader to come,
@@ -58,22 +58,17 @@ class BoundedFile {
   void append(std::string_view record) {
     const int file = open_file();
     if (file < 0) return;
-    const Open open{file};
+    const OpenFile open(file);
     const FileLock lock(file, holder_stopped_);
     if (lock.refused()) return;
     struct stat status {};
     if (::fstat(file, &status) != 0) return;
     if (!S_ISREG(status.st_mode)) return pipe_.write(file, record);
     ::fcntl(file, F_SETFL, O_APPEND);  // a disk is waited for
-    append_to(file, status.st_size, record);
+    append_to(file, status.st_size, record, lock.held());
   }
 
  private:
-  struct Open {
-    int file;
-    ~Open() { ::close(file); }
-  };
-
   // The file stays the same one when the process goes to another folder.
   static std::string absolute(const std::string& path) {
     std::error_code failed;
@@ -86,10 +81,10 @@ class BoundedFile {
     return ::open(path_.c_str(), O_WRONLY | O_CREAT | O_APPEND | O_CLOEXEC | O_NONBLOCK, 0644);
   }
 
-  void append_to(int file, std::int64_t size, std::string_view record) const {
+  void append_to(int file, std::int64_t size, std::string_view record, bool locked) const {
     if (size >= limit_) return;
-    const LastLine last(path_, file, size);
-    if (last.begins_like(record) && ::ftruncate(file, last.begin()) == 0) size = last.begin();
+    const LastLine last = locked ? LastLine(path_, file, size, record) : LastLine(size);
+    if (last.is_piece() && ::ftruncate(file, last.begin()) == 0) size = last.begin();
     std::string_view head;
     if (size == 0) head = head_;
     if (last.begin() < size) head = "\n";  // behind the line of whoever else

@@ -15,24 +15,39 @@
 
 AMX_SFT_MOE_NAMESPACE_BEGIN
 
+class OpenFile {
+ public:
+  explicit OpenFile(int file) : file_(file) {}
+  OpenFile(const OpenFile&) = delete;
+  OpenFile& operator=(const OpenFile&) = delete;
+  ~OpenFile() {
+    if (file_ >= 0) ::close(file_);
+  }
+
+ private:
+  int file_;
+};
+
 // Of a file that nobody writes meanwhile. One that cannot be read counts as one whose last line has its end.
 class LastLine {
  public:
+  // Has its end, in a file of so many bytes.
+  explicit LastLine(std::int64_t size) : begin_(size) {}
   // `file` is open for writing and has `size` bytes; it is opened once more, by its name, to be read.
-  LastLine(const std::string& path, int file, std::int64_t size) : begin_(size) {
+  LastLine(const std::string& path, int file, std::int64_t size, std::string_view record) : begin_(size) {
     const int read = ::open(path.c_str(), O_RDONLY | O_CLOEXEC | O_NONBLOCK);
-    if (read < 0) return;
-    if (same_file(read, file)) find(read, size);
-    ::close(read);
+    const OpenFile open(read);
+    if (read < 0 || !same_file(read, file)) return;
+    begin_ = find_begin(read, size);
+    is_piece_ = begin_ < size && is_piece_of_one_like(record, read, size);
   }
 
   // Where it begins: the file's size where it has its end.
   std::int64_t begin() const { return begin_; }
 
-  // Whether it is a piece of what `record`'s first line could be, by the first bytes of both.
-  bool begins_like(std::string_view record) const {
-    return !first_bytes_.empty() && record.substr(0, first_bytes_.size()) == first_bytes_;
-  }
+  // Whether it is no more than the beginning of what `record`'s first line could be, by the first bytes of both. A whole line
+  // that has lost nothing but its end, to an editor say, is more.
+  bool is_piece() const { return is_piece_; }
 
  private:
   // {"ph":" of every trace event, and enough of a JSON line's {"format":"amx_sft_moe.
@@ -47,19 +62,37 @@ class LastLine {
            its.st_ino == others.st_ino;
   }
 
-  void find(int read, std::int64_t size) {
+  bool is_piece_of_one_like(std::string_view record, int read, std::int64_t size) const {
+    std::string line;
+    if (!read_at(read, begin_, std::min<std::int64_t>(size - begin_, kFirstBytes), line)) return false;
+    if (record.size() < 2 || record.substr(0, line.size()) != line) return false;
+    if (!read_at(read, begin_, size - begin_, line)) return false;
+    return !(closes_braces(line) && line.back() == record[record.size() - 2]);
+  }
+
+  // Whether every brace of a JSON text is closed again.
+  static bool closes_braces(std::string_view text) {
+    std::int64_t open = 0;
+    bool in_string = false;
+    for (std::size_t at = 0; at < text.size(); ++at) {
+      const char byte = text[at];
+      if (in_string && byte == '\\') ++at;
+      if (byte == '"') in_string = !in_string;
+      if (!in_string) open += (byte == '{' ? 1 : 0) - (byte == '}' ? 1 : 0);
+    }
+    return open == 0 && !in_string;
+  }
+
+  static std::int64_t find_begin(int read, std::int64_t size) {
     std::string bytes;
     std::int64_t begin = size;
     for (std::size_t end_before = std::string::npos; begin > 0 && end_before == std::string::npos;) {
       const std::int64_t block = begin == size ? 1 : std::min(begin, kBlock);  // mostly the last byte tells
-      if (!read_at(read, begin - block, block, bytes)) return;
+      if (!read_at(read, begin - block, block, bytes)) return size;
       end_before = bytes.rfind('\n');
       begin -= end_before == std::string::npos ? block : block - static_cast<std::int64_t>(end_before) - 1;
     }
-    if (begin == size || !read_at(read, begin, std::min<std::int64_t>(size - begin, kFirstBytes), bytes))
-      return;
-    begin_ = begin;
-    first_bytes_ = bytes;
+    return begin;
   }
 
   static bool read_at(int file, std::int64_t begin, std::int64_t count, std::string& bytes) {
@@ -68,7 +101,7 @@ class LastLine {
   }
 
   std::int64_t begin_;
-  std::string first_bytes_;
+  bool is_piece_ = false;
 };
 
 AMX_SFT_MOE_NAMESPACE_END

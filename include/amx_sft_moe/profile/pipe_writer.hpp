@@ -58,7 +58,7 @@ class FileLock {
 
   FileLock(int file, bool& holder_stopped) : file_(file) {
     const auto deadline = Clock::now() + (holder_stopped ? std::chrono::milliseconds(0) : kPatience);
-    for (timespec pause{0, kFirstPause}; is_taken(file);
+    for (timespec pause{0, kFirstPause}; is_taken();
          pause.tv_nsec = std::min(2 * pause.tv_nsec, kLongestPause)) {
       refused_ = Clock::now() >= deadline;
       if (refused_) break;
@@ -70,20 +70,25 @@ class FileLock {
   FileLock& operator=(const FileLock&) = delete;
   // Not left to close(): the child of a fork that came meanwhile has the file open too.
   ~FileLock() {
-    if (!refused_) ::flock(file_, LOCK_UN);
+    if (held_) ::flock(file_, LOCK_UN);
   }
 
   // Somebody else has it still.
   bool refused() const { return refused_; }
+  // Neither held nor refused where there are no locks: appending is atomic enough, what else is done to a file is not.
+  bool held() const { return held_; }
 
  private:
   using Clock = std::chrono::steady_clock;
   static constexpr long kFirstPause = 50'000, kLongestPause = 2'000'000;  // ns
 
-  // Where there are no locks nobody has one: appending is atomic enough.
-  static bool is_taken(int file) { return ::flock(file, LOCK_EX | LOCK_NB) != 0 && errno == EWOULDBLOCK; }
+  bool is_taken() {
+    held_ = ::flock(file_, LOCK_EX | LOCK_NB) == 0;
+    return !held_ && errno == EWOULDBLOCK;
+  }
 
   int file_;
+  bool held_ = false;
   bool refused_ = false;
 };
 

@@ -1,4 +1,5 @@
-// Register tiles of the products for few rows of A, see arch/in_place.hpp and arch/in_place_blocks.hpp.
+// Register tiles of products for few rows of A, or few tokens, that read B or W where it lies: see in_place_blocks.hpp,
+// in_place_dots.hpp and dot_blocks.hpp of arch/.
 #pragma once
 
 #include <algorithm>
@@ -88,13 +89,14 @@ struct InPlaceTiles {
   template <int Tokens, int Lines, class S>
   AMX_SFT_MOE_TARGET_AVX2 static void dot_part(const DotPart<S>& part, const float* x, const SumRows& c,
                                                NextBlockOfDots& ahead) {
-    float last[std::size_t{Tokens}][3];
+    float of_last[std::size_t{3 * Tokens}];
+    const SumRows last{of_last, 3, true};
     for (index_t o = 0; o < part.rows; o += 3) {
-      const SumRows to = o + 3 <= part.rows ? c.from(0, o) : SumRows{last[0], 3, true};
+      const SumRows to = o + 3 <= part.rows ? c.from(0, o) : last;
       dot_tile<Tokens>(part, o, x, to, ahead.template lines<Lines>(o));
     }
     const index_t rows = part.rows % 3;
-    if (part.last && rows > 0) add_last_rows(last, rows, c.from(0, part.rows - rows));
+    if (part.last && rows > 0) add_last_rows(last, Tokens, rows, c.from(0, part.rows - rows));
   }
 
  private:
@@ -177,7 +179,10 @@ struct InPlaceTiles {
     __m256 sum[Rows][std::size_t{Vectors}];
     load_sums(c.from(0, j), sum);
     for (index_t k = 0; k < steps; ++k) {
-      if (k % kStepsOfLine == 0) ahead.turn();
+      if (k % kStepsOfLine == 0) {
+        AMX_SFT_MOE_UNROLL
+        for (index_t bytes = 0; bytes < kBytes; bytes += kLineBytes) ahead.turn();
+      }
       const S* row = b[k] + j;
       __m256 line[std::size_t{Vectors}];
       AMX_SFT_MOE_UNROLL

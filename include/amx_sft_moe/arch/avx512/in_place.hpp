@@ -1,4 +1,5 @@
-// Register tiles of the products for few rows of A, see arch/in_place.hpp and arch/in_place_blocks.hpp.
+// Register tiles of products for few rows of A, or few tokens, that read B or W where it lies: see in_place_blocks.hpp,
+// in_place_dots.hpp and dot_blocks.hpp of arch/.
 #pragma once
 
 #include "amx_sft_moe/arch/avx512/vector.hpp"
@@ -111,13 +112,14 @@ struct InPlaceTiles {
   template <int Tokens, int Lines, class S>
   AMX_SFT_MOE_TARGET_AVX512 static void dot_part(const DotPart<S>& part, const float* x, const SumRows& c,
                                                  NextBlockOfDots& ahead) {
-    float last[std::size_t{Tokens}][3];
+    float of_last[std::size_t{3 * Tokens}];
+    const SumRows last{of_last, 3, true};
     for (index_t o = 0; o < part.rows; o += 3) {
-      const SumRows to = o + 3 <= part.rows ? c.from(0, o) : SumRows{last[0], 3, true};
+      const SumRows to = o + 3 <= part.rows ? c.from(0, o) : last;
       dot_tile<Tokens>(part, o, x, to, ahead.template lines<Lines>(o));
     }
     const index_t rows = part.rows % 3;
-    if (part.last && rows > 0) add_last_rows(last, rows, c.from(0, part.rows - rows));
+    if (part.last && rows > 0) add_last_rows(last, Tokens, rows, c.from(0, part.rows - rows));
   }
 
  private:

@@ -45,25 +45,14 @@ AMX_SFT_MOE_TARGET_AVX512 void strip_of_rows(const RowSource<S>& src, index_t k,
   }
 }
 
-// 16 rows of 32 bf16 -> 32 steps of 16 floats, or 16 of pairs, of a strip. Widening after the transposition
-// halves the shuffles.
-template <class E>
-AMX_SFT_MOE_INLINE AMX_SFT_MOE_TARGET_AVX512 void transpose_pairs(const bf16* rows, index_t stride, E* out) {
+// 16 rows of 32 bf16 -> 16 steps of pairs of a strip.
+AMX_SFT_MOE_INLINE AMX_SFT_MOE_TARGET_AVX512 void transpose_pairs(const bf16* rows, index_t stride, bf16* out) {
   __m512i pairs[16];
   AMX_SFT_MOE_UNROLL
   for (int i = 0; i < 16; ++i) pairs[i] = _mm512_loadu_si512(rows + i * stride);
   transpose_16x16(pairs);
-  if constexpr (std::is_same_v<E, bf16>) {
-    AMX_SFT_MOE_UNROLL
-    for (int i = 0; i < 16; ++i) _mm512_storeu_si512(out + index_t{2} * i * kStripCols, pairs[i]);
-  } else {
-    const __m512i high = _mm512_set1_epi32(static_cast<std::int32_t>(0xffff0000U));
-    AMX_SFT_MOE_UNROLL
-    for (int i = 0; i < 16; ++i, out += 2 * kStripCols) {
-      _mm512_storeu_si512(out, _mm512_slli_epi32(pairs[i], 16));
-      _mm512_storeu_si512(out + kStripCols, _mm512_and_si512(pairs[i], high));
-    }
-  }
+  AMX_SFT_MOE_UNROLL
+  for (int i = 0; i < 16; ++i) _mm512_storeu_si512(out + index_t{2} * i * kStripCols, pairs[i]);
 }
 
 // src [cols, k], K adjacent -> strip, whole panels of it.
@@ -72,7 +61,7 @@ AMX_SFT_MOE_TARGET_AVX512 void strip_of_columns(const RowSource<S>& src, index_t
   constexpr index_t kGroup = kPairing<E>;
   for (index_t j = 0; j < cols; j += kPanelCols) {
     index_t kk = 0;
-    if constexpr (std::is_same_v<S, bf16>) {
+    if constexpr (std::is_same_v<S, bf16> && std::is_same_v<E, bf16>) {
       if (cols - j >= kPanelCols && src.row_index == nullptr) {
         for (; kk + 32 <= k; kk += 32) {
           transpose_pairs(src.row(j) + kk, src.row_stride, strip + kk * kStripCols + j * kGroup);
