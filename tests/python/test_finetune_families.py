@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import errno
+import io
 import json
 import re
+import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -346,7 +349,9 @@ def test_stages_that_fail_after_training_keep_no_report_back(tmp_path, monkeypat
         output.TIMES: "LookupError: of a layer",
     }
     lost = "; ".join(f"{name}: {reason}" for name, reason in reasons.items())
-    assert said.err.endswith(f"error: --output {tmp_path / 'out'}: the adapter is written, but not {lost}\n")
+    unread = f"stock PEFT could not read {tmp_path / 'out' / 'adapter'}: LookupError: of a layer"
+    kept = f"--output {tmp_path / 'out'}: the adapter is written, but not {lost}"
+    assert said.err.endswith(f"error: {unread}\n\nerror: {kept}\n")
     assert "every number" in said.out
     assert "the timing dump" not in said.out
     written = {path.name for path in (tmp_path / "out").iterdir()}
@@ -355,10 +360,56 @@ def test_stages_that_fail_after_training_keep_no_report_back(tmp_path, monkeypat
     assert metrics["failed"] == reasons
     assert metrics["comparison"] is None
     assert metrics["backward_times"] is None
-    assert metrics["adapter"]["stock_error"] == "LookupError: of a layer"
+    assert metrics["adapter"]["stock_error"] == unread
     report = (tmp_path / "out" / output.REPORT).read_text()
     assert all(f"- {name}: {reason}\n" in report for name, reason in reasons.items())
     assert "Where the time of a backward goes" not in report.split("## Time")[0]
+
+
+def test_what_is_known_is_on_disk_before_the_comparison(tmp_path, monkeypatch):
+    """For want of memory it may be killed, which nothing can catch."""
+
+    def killed(*arguments):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(stages.comparison, "compare", killed)
+    wanted = replace(options(tmp_path, checkpoint(tmp_path / "checkpoint", "mixtral")), compare_steps=1)
+    with pytest.raises(KeyboardInterrupt):
+        job.run(wanted)
+    written = {path.name for path in (tmp_path / "out").iterdir()}
+    assert written == {"adapter", *output.REPORTS} - {output.TIMES}
+    metrics = json.loads((tmp_path / "out" / output.METRICS).read_text())
+    assert metrics["adapter"]["stock_loss"] is not None
+    assert metrics["comparison"] is None
+    assert metrics["failed"] == {}
+
+
+def test_reports_know_which_of_them_failed(tmp_path, monkeypatch):
+    def broken(*arguments):
+        raise LookupError("no font")
+
+    monkeypatch.setattr(job, "draw", broken)
+    results = job.run(options(tmp_path, checkpoint(tmp_path / "checkpoint", "mixtral")))
+    assert results.failed == {output.PICTURE: "LookupError: no font"}
+    assert json.loads((tmp_path / "out" / output.METRICS).read_text())["failed"] == results.failed
+    report = (tmp_path / "out" / output.REPORT).read_text()
+    assert f"- {output.PICTURE}: LookupError: no font\n" in report
+    assert "![" not in report
+
+
+def test_a_standard_output_that_takes_nothing_stops_no_training(tmp_path, monkeypatch, capsys):
+    class Full(io.StringIO):
+        def write(self, text):
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(sys, "stdout", Full())
+    wanted = options(tmp_path, checkpoint(tmp_path / "checkpoint", "mixtral"))
+    monkeypatch.setattr(cli, "parse", lambda argv: wanted)
+    with pytest.raises(OSError, match="No space left"):  # told by standard_output.printing()
+        cli.main([])
+    assert {path.name for path in (tmp_path / "out").iterdir()} == {"adapter", *output.REPORTS}
+    metrics = json.loads((tmp_path / "out" / output.METRICS).read_text())
+    assert (metrics["failed"], metrics["adapter"]["stock_error"]) == ({}, "")
 
 
 def test_an_adapter_saved_fused_leaves_the_users_own_card(tmp_path, monkeypatch):

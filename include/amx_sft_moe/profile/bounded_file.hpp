@@ -19,8 +19,9 @@ AMX_SFT_MOE_NAMESPACE_BEGIN
 
 // Opened anew for each record, so that nothing has to be closed or shared, and a process that is killed leaves
 // every record that it finished. A line that the kill met is taken away by who writes next, whose record would be read as
-// its rest; where files cannot be locked nothing is, for it may be what another writes just now. The file itself says how full it is: the record that would not fit is replaced by spaces and the end mark up
-// to the limit, and whoever finds the file that large writes no more.
+// its rest; where files cannot be locked nothing is, for it may be what another writes just now. The file itself says how
+// full it is: the record that would not fit is replaced by spaces and the end mark up to the limit, and whoever finds the
+// file that large writes no more.
 //
 // The name may be a pipe's or a terminal's too (profile/pipe_writer.hpp): a step never waits for their reader to come,
 // and not for long for one that does not read, or for one who keeps the file's lock.

@@ -64,8 +64,9 @@ def _quiet_libraries() -> None:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Exit status: 0 done; 1 the user can mend it, or all is written but stock PEFT could not read the adapter
-    (standard error says what); 2 wrong options; 130 Ctrl-C; 143 SIGTERM."""
+    """Exit status: 0 done; 1 the user can mend it, or the adapter is written but a stage after it or a report
+    failed (standard error says what); 2 wrong options; 130 Ctrl-C; 143 SIGTERM. Raises the OSError of a
+    standard output that has not taken all, once everything else is done."""
     _prepare_environment()
     try:
         with _sigterm_interrupts():
@@ -73,7 +74,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             from . import job  # imports torch and transformers
 
             _quiet_libraries()
-            found = job.run(options)
+            say = job.terminal(options)
+            found = job.run(options, say)
     except (FinetuneError, OSError) as error:  # OSError: a disk that fills up, a file that disappears
         sys.stderr.write(f"\nerror: {error}\n")
         return 1
@@ -81,7 +83,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         word, status = ("terminated", 143) if isinstance(stop, _Terminated) else ("interrupted", 130)
         sys.stderr.write(f"\n{word}; what was not finished is not on disk\n")
         return status
-    if found.adapter.stock_error:
-        sys.stderr.write(f"\nerror: {found.adapter.stock_error}\n")
+    for told in found.errors:
+        sys.stderr.write(f"\nerror: {told}\n")
+    if found.errors:
         return 1
+    say.end()
     return 0

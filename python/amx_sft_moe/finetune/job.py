@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import platform
 import tempfile
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from importlib.metadata import version
@@ -27,20 +27,26 @@ from .terminal import Terminal
 Found = TypeVar("Found")
 
 
-def run(options: Options) -> results.Results:
-    """The whole job; returns what it also writes into `options.output`. Raises FinetuneError."""
+def terminal(options: Options) -> Terminal:
+    """What a run with these options speaks to."""
+    return Terminal(stages=6 if options.compare_steps else 5)
+
+
+def run(options: Options, say: Terminal | None = None) -> results.Results:
+    """The whole job; returns what it also writes into `options.output`. Raises FinetuneError; what goes wrong
+    once the adapter is written is in the result (`errors`)."""
+    say = say or terminal(options)
     torch.set_num_threads(options.threads)
     if options.model is not None:
         model.check_checkpoint(options.model)
     kernel = hook.register(options.kernel, options.threads, getattr(torch, options.dtype))
-    say = Terminal(stages=6 if options.compare_steps else 5)
     environment = _environment(kernel, options.threads)
     say.line("amx_sft_moe finetune")
     for label, value in environment.items():
         say.fact(label, value)
 
     with (
-        tempfile.TemporaryDirectory(prefix="amx-sft-moe-") as folder,
+        tempfile.TemporaryDirectory(prefix="amx-sft-moe-", ignore_cleanup_errors=True) as folder,
         output.opened(options.output, with_base=options.model is None) as out,
     ):
         scratch = Path(folder)
@@ -53,50 +59,35 @@ def run(options: Options) -> results.Results:
         with say.stage("LoRA on experts and attention, the experts in amx_sft_moe"):
             tokens = stages.examples_as_tokens(options, text, base, say)
             adapted = stages.train_adapter(options, base, tokens, scratch, say)
-        with say.stage("The adapter, per expert, read back by stock PEFT"):
-            base, fused = stages.keep(options, out, base, adapted, say)
-            saved = replace(stages.read_back(options, base, adapted, tokens, scratch, say), fused=fused)
+        found = _trained(options, environment, text, base, tokens, adapted)
         count = max(options.compare_steps, 1)
         batches = comparison.batches(tokens.training, count, options.batch_size, options.seed)
-        lanes = None
-        failed: dict[str, str] = {}
+        # Nothing that fails from here on, the process being killed included, keeps back what is known by then.
+        with say.stage("The adapter, per expert, read back by stock PEFT"):
+            base, found.adapter.fused = stages.keep(options, out, base, adapted, say)
+            stages.read_back(options, base, adapted, tokens, scratch, found.adapter, say)
+        _write(replace(found, seconds=dict(say.seconds), failed={}), options.output)
         if options.compare_steps:
             with say.stage("The same steps with torch's grouped_mm"):
                 compare = partial(stages.compare, options, base, adapted, batches, say)
-                lanes = _tried("the comparison", compare, say, failed)
+                found.comparison = _tried("the comparison", compare, found, say)
         with say.stage("Where the time of a backward goes"):
             dump = partial(stages.backward_times, options, adapted, batches[0], scratch, say)
-            times = _tried(output.TIMES, dump, say, failed)
+            found.backward = _tried(output.TIMES, dump, found, say)
 
-    found = results.Results(
-        options=options,
-        environment=environment,
-        data=_data(text, base, tokens),
-        model=_model(options, adapted),
-        base=base.curve,
-        lora=adapted.curve,
-        comparison=lanes,
-        backward=times,
-        adapter=saved,
-        seconds=dict(say.seconds),
-        failed=dict(failed),
-    )
-    failed |= _write(found, options.output)
-    _summary(found, say, failed)
-    if failed:
-        reasons = "; ".join(f"{name}: {reason}" for name, reason in failed.items())
-        raise FinetuneError(f"--output {options.output}: the adapter is written, but not {reasons}")
+    found.seconds = dict(say.seconds)
+    _write(found, options.output)
+    _summary(found, say)
     return found
 
 
-def _tried(what: str, work: Callable[[], Found], say: Terminal, failed: dict[str, str]) -> Found | None:
-    """What `work` returns. None where it fails, with the reason in `failed`: training is over and the adapter
-    written, and what is known of them is to be written too."""
+def _tried(what: str, work: Callable[[], Found], found: results.Results, say: Terminal) -> Found | None:
+    """What `work` returns. None where it fails, with the reason in `found.failed`."""
     try:
         return work()
     except Exception as error:  # mostly memory: grouped_mm takes several times as much
-        failed[what] = cause_of(error)
-        say.fact("failed", failed[what])
+        found.failed[what] = str(error) if isinstance(error, FinetuneError) else cause_of(error)
+        say.fact("failed", found.failed[what].splitlines()[0])
         return None
 
 
@@ -106,6 +97,21 @@ def _environment(kernel: str, threads: int) -> dict[str, str]:
         "kernel": f"{kernel}, {threads} thread{'s' * (threads != 1)}",
         "packages": f"{packages}, Python {platform.python_version()}",
     }
+
+
+def _trained(
+    options: Options, environment: dict[str, str], text: Text, base: Base, tokens: Tokens, adapted: Adapted
+) -> results.Results:
+    """What is known before anything is written."""
+    return results.Results(
+        options=options,
+        environment=environment,
+        data=_data(text, base, tokens),
+        model=_model(options, adapted),
+        base=base.curve,
+        lora=adapted.curve,
+        adapter=results.Adapter(0, adapted.curve.held_out[-1][1]),
+    )
 
 
 def _data(text: Text, base: Base, tokens: Tokens) -> results.Data:
@@ -139,24 +145,22 @@ def _model(options: Options, adapted: Adapted) -> results.Model:
     )
 
 
-def _write(found: results.Results, folder: Path) -> dict[str, str]:
-    """Writes the reports, each for itself: hours of training are in them. Returns what failed, and why."""
-    failed: dict[str, str] = {}
+def _write(found: results.Results, folder: Path) -> None:
+    """Writes the reports, each for itself: hours of training are in them. What fails, and why, is in
+    `found.failed`, of which the later ones tell."""
     for name, write in {
-        output.METRICS: results.write_metrics,
         output.TIMES: results.write_times,
         output.PICTURE: draw,
         output.REPORT: report.write_report,
+        output.METRICS: results.write_metrics,
     }.items():
         try:
-            if name not in found.failed:
-                write(found, folder / name)
+            write(found, folder / name)
         except Exception as error:  # a full disk, or whatever matplotlib raises
-            failed[name] = cause_of(error)
-    return failed
+            found.failed[name] = cause_of(error)
 
 
-def _summary(found: results.Results, say: Terminal, failed: Collection[str]) -> None:
+def _summary(found: results.Results, say: Terminal) -> None:
     """What one wants to have seen at the end, and where the rest is but those reports that failed."""
     say.table(report.loss_table(found))
     say.table(report.adapter_table(found))
@@ -171,5 +175,5 @@ def _summary(found: results.Results, say: Terminal, failed: Collection[str]) -> 
     }
     say.line(f"\nDone in {say.total()}. In {found.options.output}{os.sep}:")
     for name, meaning in files.items():
-        if name not in failed:
+        if name not in found.failed:
             say.fact(name, meaning)

@@ -96,7 +96,9 @@ def loading(options: Options) -> str:
 
 def markdown(results: Results) -> str:
     """The whole report, for a file beside the picture."""
-    parts = ["# A fine-tuning run", _facts(results), f"![Losses and step times]({PICTURE})"]
+    parts = ["# A fine-tuning run", _facts(results)]
+    if PICTURE not in results.failed:
+        parts.append(f"![Losses and step times]({PICTURE})")
     parts += [
         "## Losses",
         "Nats per token, on text that no step has seen.",

@@ -53,16 +53,15 @@ class Adapter:
 
     bytes: int
     loss: float  # in this process, experts in the operator
-    stock_loss: (
-        float | None
-    )  # a fresh process, stock transformers and PEFT; None: no memory for it, or it failed
+    # A fresh process, stock transformers and PEFT; None: no memory for it, or it failed.
+    stock_loss: float | None = None
     stock_error: str = ""  # why it failed
     fused: str = ""  # why it is not in a pair of factors per expert; empty: it is
 
 
 @dataclass
 class Results:
-    """One run. Parts that the options switch off, or that failed, are None."""
+    """One run. Parts that the options switch off, that failed or that are still to come are None."""
 
     options: Options
     environment: dict[str, str]
@@ -70,11 +69,22 @@ class Results:
     model: Model
     base: Curve | None
     lora: Curve
-    comparison: list[Lane] | None  # ours, then torch's grouped_mm
-    backward: BackwardTimes | None  # None: failed
     adapter: Adapter
+    comparison: list[Lane] | None = None  # ours, then torch's grouped_mm
+    backward: BackwardTimes | None = None
     seconds: dict[str, float] = field(default_factory=dict)  # of each stage
-    failed: dict[str, str] = field(default_factory=dict)  # what of it could not be found out, and why
+    failed: dict[str, str] = field(
+        default_factory=dict
+    )  # what of it could not be found out or written, and why
+
+    @property
+    def errors(self) -> list[str]:
+        """What went wrong once the adapter was written, in sentences; empty: nothing."""
+        told = [self.adapter.stock_error] if self.adapter.stock_error else []
+        if self.failed:
+            reasons = "; ".join(f"{what}: {reason}" for what, reason in self.failed.items())
+            told.append(f"--output {self.options.output}: the adapter is written, but not {reasons}")
+        return told
 
     @property
     def before(self) -> float:

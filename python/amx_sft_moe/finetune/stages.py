@@ -236,28 +236,36 @@ def _advice(options: Options) -> str:
 
 
 def read_back(
-    options: Options, base: Base, adapted: Adapted, tokens: Tokens, scratch: Path, say: Terminal
-) -> results.Adapter:
-    """Has stock PEFT read the adapter, where memory is left for a second model; failing is a result too."""
+    options: Options,
+    base: Base,
+    adapted: Adapted,
+    tokens: Tokens,
+    scratch: Path,
+    saved: results.Adapter,
+    say: Terminal,
+) -> None:
+    """Has stock PEFT read the adapter, where memory is left for a second model; failing is a result too. What
+    it finds goes into `saved`."""
     folder = options.output / ADAPTER
-    size = sum(file.stat().st_size for file in folder.glob("adapter_model*"))
-    here = adapted.curve.held_out[-1][1]
-    if not model.room_for_copies(adapted.model):
-        say.fact("held-out loss", f"{loss(here)} here; not read back, memory is short for a second model")
-        return results.Adapter(size, here, None)
-    dtype = getattr(torch, options.dense_dtype)
+    here = loss(saved.loss)
     try:
+        saved.bytes = sum(file.stat().st_size for file in folder.glob("adapter_model*"))
+        if not model.room_for_copies(adapted.model):
+            say.fact("held-out loss", f"{here} here; not read back, memory is short for a second model")
+            return
+        dtype = getattr(torch, options.dense_dtype)
         stock = adapter.stock_loss(
             base.folder, folder, tokens.held_out, dtype, options.batch_size, options.threads, scratch
         )
-    except Exception as error:  # a full disk as well: no reason to lose what training has found
-        reason = str(error) if isinstance(error, FinetuneError) else cause_of(error)
-        say.fact("held-out loss", f"{loss(here)} here; {reason.splitlines()[0]}")
-        return results.Adapter(size, here, None, reason)
-    say.fact("held-out loss", f"{loss(here)} here, {loss(stock)} in stock PEFT on a fresh base")
-    if not abs(stock - here) <= SAME_LOSS:
+    except Exception as error:  # a full disk as well
+        unread = f"stock PEFT could not read {folder}: {cause_of(error)}"
+        saved.stock_error = str(error) if isinstance(error, FinetuneError) else unread
+        say.fact("held-out loss", f"{here} here; {saved.stock_error.splitlines()[0]}")
+        return
+    saved.stock_loss = stock
+    say.fact("held-out loss", f"{here} here, {loss(stock)} in stock PEFT on a fresh base")
+    if not abs(stock - saved.loss) <= SAME_LOSS:
         say.fact("beware", "stock PEFT does not get the same model out of this adapter")
-    return results.Adapter(size, here, stock)
 
 
 def compare(

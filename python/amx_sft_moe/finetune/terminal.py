@@ -25,11 +25,23 @@ class Terminal:
     def __init__(self, stages: int):
         self.stages = stages
         self.seconds = {"start": seconds_since_start()}  # by stage, in order
+        self._refused: OSError | None = None
 
     def line(self, text: str) -> None:
-        """One line, at once: someone is watching."""
-        sys.stdout.write(f"{text.rstrip(' ')}\n")
-        sys.stdout.flush()
+        """One line, at once: someone is watching. Where standard output does not take it, a full disk or a
+        reader that has gone, the rest goes unsaid until `end`: no hour of training is lost for it."""
+        if self._refused is not None:
+            return
+        try:
+            sys.stdout.write(f"{text.rstrip(' ')}\n")
+            sys.stdout.flush()
+        except OSError as error:
+            self._refused = error
+
+    def end(self) -> None:
+        """Raises the OSError of a standard output that has not taken all."""
+        if self._refused is not None:
+            raise self._refused
 
     @contextmanager
     def stage(self, title: str) -> Iterator[None]:
