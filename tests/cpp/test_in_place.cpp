@@ -5,6 +5,7 @@
 #include <algorithm>
 #include <array>
 #include <cmath>
+#include <utility>
 #include <vector>
 
 #include "amx_sft_moe/amx_sft_moe.hpp"
@@ -141,6 +142,44 @@ TYPED_TEST(InPlace, BothOrdersOfDotProductsAreExact) {
   for (const index_t k : {64, 65, 96, 301, 2049}) {
     for (const index_t outs : {1, 3, 7, 64}) this->dots_are_exact(k, outs);
   }
+}
+
+struct Turns {
+  index_t count = 0;
+  void turn() { ++count; }
+};
+
+// What tiles of R rows ask for while they go over a block: a line with each of its lines.
+template <class Tiles, class W, int R>
+void expect_a_turn_with_each_line() {
+  constexpr index_t kSteps = 8, kCols = 1024;
+  const std::vector<float> a(std::size_t{R * kSteps}, 1.0F);
+  const std::vector<W> b(std::size_t{kSteps * kCols}, from_float<W>(2.0F));
+  std::vector<float> c(std::size_t{R * kCols});
+  const W* row[std::size_t{kSteps}];
+  for (index_t k = 0; k < kSteps; ++k) row[k] = b.data() + k * kCols;
+  Turns turns;
+  Tiles::template block<R>(a.data(), kSteps, row, kSteps, kCols, arch::SumRows{c.data(), kCols, true}, {},
+                           turns);
+  EXPECT_EQ(kSteps * kCols * index_t{sizeof(W)} / arch::kLineBytes, turns.count)
+      << R << " rows of " << sizeof(W) << " bytes an element";
+  EXPECT_EQ(std::vector<float>(c.size(), 16.0F), c);
+}
+template <class Kernel, class Tiles>
+void expect_turns_of_all_rows() {
+  if (!Kernel::available()) GTEST_SKIP() << Kernel::refusal();
+  [&]<int... Less>(std::integer_sequence<int, Less...>) {
+    (expect_a_turn_with_each_line<Tiles, typename Kernel::Weight, Less + 1>(), ...);
+  }(std::make_integer_sequence<int, int{Tiles::kRows}>{});
+}
+
+TEST(BlocksOfRows, Avx512AsksForALineWithEachLine) {
+  expect_turns_of_all_rows<kernels::Avx512<bf16>, arch::avx512::InPlaceTiles>();
+  expect_turns_of_all_rows<kernels::Avx512<float>, arch::avx512::InPlaceTiles>();
+}
+TEST(BlocksOfRows, Avx2AsksForALineWithEachLine) {
+  expect_turns_of_all_rows<kernels::Avx2<bf16>, arch::avx2::InPlaceTiles>();
+  expect_turns_of_all_rows<kernels::Avx2<float>, arch::avx2::InPlaceTiles>();
 }
 
 // Strips pad an odd K, products in place do not: neither makes +0 of a sum that has become -0, as of a product that is too
