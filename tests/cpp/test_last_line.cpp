@@ -6,6 +6,7 @@
 #include <filesystem>
 #include <fstream>
 #include <string>
+#include <vector>
 
 #include "amx_sft_moe/profile/bounded_file.hpp"
 #include "environment.hpp"
@@ -21,30 +22,30 @@ TEST(LastLine, IsTakenAwayWhereAKillMetIt) {
   struct Found {
     std::string before, record, after;
   };
-  for (
-      const auto& [before, record, after] : {
-          Found{step + "0}\n" + step, step + "1}\n", step + "0}\n" + step + "1}\n"},
-          Found{step + "0}\n{", step + "1}\n", step + "0}\n" + step + "1}\n"},
-          Found{step + megabyte, step + "1}\n", "[\n" + step + "1}\n"},
-          Found{"[\n" + event + "1},\n" + event + megabyte, event + "2},\n",
-                "[\n" + event + "1},\n" + event + "2},\n"},
-          // Not ours: nothing of it is taken, and the record has a line of its own.
-          Found{"a line", step + "1}\n", "a line\n" + step + "1}\n"},
-          Found{"[" + event + "1}]", event + "2},\n", "[" + event + "1}]\n" + event + "2},\n"},
-          Found{step + "0}\n", step + "1}\n", step + "0}\n" + step + "1}\n"},
-          // Ours and whole, but for its end: kept. Without its comma an event is none, nor is a line that ends within.
-          Found{step + "0}", step + "1}\n", step + "0}\n" + step + "1}\n"},
-          Found{step + R"({"a":"}\"}"}})", step + "1}\n", step + R"({"a":"}\"}"}})" + "\n" + step + "1}\n"},
-          Found{step + R"({"a":"}\"}"})", step + "1}\n", "[\n" + step + "1}\n"},
-          Found{step + R"({"a":"}}})", step + "1}\n", "[\n" + step + "1}\n"},
-          Found{"[\n" + event + "1},", event + "2},\n", "[\n" + event + "1},\n" + event + "2},\n"},
-          Found{"[\n" + event + "1}", event + "2},\n", "[\n" + event + "2},\n"},
-          // Pieces whose line before ends just where a block that is read back begins.
-          Found{"a\n" + step + std::string(16384 - step.size(), '7'), step + "1}\n", "a\n" + step + "1}\n"},
-          Found{"a\n" + step + std::string(16385 - step.size(), '7'), step + "1}\n", "a\n" + step + "1}\n"},
-          Found{"a\n" + step + std::string(16386 - step.size(), '7'), step + "1}\n", "a\n" + step + "1}\n"},
-          Found{"\n", step + "1}\n", "\n" + step + "1}\n"},
-      }) {
+  const std::vector<Found> cases = {
+      Found{step + "0}\n" + step, step + "1}\n", step + "0}\n" + step + "1}\n"},
+      Found{step + "0}\n{", step + "1}\n", step + "0}\n" + step + "1}\n"},
+      Found{step + megabyte, step + "1}\n", "[\n" + step + "1}\n"},
+      Found{"[\n" + event + "1},\n" + event + megabyte, event + "2},\n",
+            "[\n" + event + "1},\n" + event + "2},\n"},
+      // Not ours: nothing of it is taken, and the record has a line of its own.
+      Found{"a line", step + "1}\n", "a line\n" + step + "1}\n"},
+      Found{"[" + event + "1}]", event + "2},\n", "[" + event + "1}]\n" + event + "2},\n"},
+      Found{step + "0}\n", step + "1}\n", step + "0}\n" + step + "1}\n"},
+      // Ours and whole, but for its end: kept. Without its comma an event is none, nor is a line that ends within.
+      Found{step + "0}", step + "1}\n", step + "0}\n" + step + "1}\n"},
+      Found{step + R"({"a":"}\"}"}})", step + "1}\n", step + R"({"a":"}\"}"}})" + "\n" + step + "1}\n"},
+      Found{step + R"({"a":"}\"}"})", step + "1}\n", "[\n" + step + "1}\n"},
+      Found{step + R"({"a":"}}})", step + "1}\n", "[\n" + step + "1}\n"},
+      Found{"[\n" + event + "1},", event + "2},\n", "[\n" + event + "1},\n" + event + "2},\n"},
+      Found{"[\n" + event + "1}", event + "2},\n", "[\n" + event + "2},\n"},
+      // Pieces whose line before ends just where a block that is read back begins.
+      Found{"a\n" + step + std::string(16384 - step.size(), '7'), step + "1}\n", "a\n" + step + "1}\n"},
+      Found{"a\n" + step + std::string(16385 - step.size(), '7'), step + "1}\n", "a\n" + step + "1}\n"},
+      Found{"a\n" + step + std::string(16386 - step.size(), '7'), step + "1}\n", "a\n" + step + "1}\n"},
+      Found{"\n", step + "1}\n", "\n" + step + "1}\n"},
+  };
+  for (const auto& [before, record, after] : cases) {
     const auto path = fresh_file("torn");
     std::ofstream(path, std::ios::binary) << before;
     BoundedFile(path.string(), 1 << 24, "[\n", "ended\n").append(record);

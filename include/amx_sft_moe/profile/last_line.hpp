@@ -15,6 +15,7 @@
 
 AMX_SFT_MOE_NAMESPACE_BEGIN
 
+// Closes a file, unless it could not be opened.
 class OpenFile {
  public:
   explicit OpenFile(int file) : file_(file) {}
