@@ -8,6 +8,7 @@
 #include <algorithm>
 
 #include "amx_sft_moe/arch/blocking.hpp"
+#include "amx_sft_moe/arch/intrinsics.hpp"
 #include "amx_sft_moe/arch/operands.hpp"
 #include "amx_sft_moe/arch/paced_prefetch.hpp"
 
@@ -19,13 +20,14 @@ namespace arch {
 class RowsAhead {
  public:
   static constexpr index_t kStep = kPairing<bf16>;  // a strip's depth is a multiple of it
+  static constexpr index_t kRowBytes = kStripCols * index_t{sizeof(bf16)};
   static constexpr index_t most_depth(index_t rows) {
     return rows < kRowsOfDeepStrips ? kStripDepth<bf16> : kMostAheadDepth;
   }
 
   static bool fits(const BytesAhead& ahead) {
-    return ahead.next != 0 && ahead.row_bytes == kStripCols * index_t{sizeof(bf16)} &&
-           ahead.rows >= kAheadDepth && ahead.rows % kStep == 0;
+    return ahead.next != 0 && ahead.row_bytes == kRowBytes && ahead.rows >= kAheadDepth &&
+           ahead.rows % kStep == 0;
   }
   // For a product of `rows` rows of A.
   RowsAhead(const BytesAhead& ahead, index_t rows, bf16* strip)
@@ -35,29 +37,29 @@ class RowsAhead {
         stride_(ahead.stride),
         out_(strip) {}
 
-  void spread(index_t turns) {
-    asked_.spread(turns);
-    paced_ = Pace(units_, turns);
-  }
+  void spread(index_t turns) { paced_ = Pace(units_, turns); }
 
  protected:
-  AMX_SFT_MOE_INLINE index_t due() {
-    asked_.turn();
-    return paced_.turn();
-  }
+  AMX_SFT_MOE_INLINE index_t due() { return paced_.turn(); }
   // Row i of those that the unit at hand is made from.
   AMX_SFT_MOE_INLINE const bf16* row(index_t i) const {
     // NOLINTNEXTLINE(performance-no-int-to-ptr): rows that are there
     return reinterpret_cast<const bf16*>(from_ + static_cast<std::uintptr_t>(i * stride_));
   }
   AMX_SFT_MOE_INLINE bf16* out() const { return out_; }
+  // With as many rows asked for as have been made: a pace of their own took a twentieth of the time of 16 rows of A
+  // (benchmarks/LOG.md, "One pace").
   AMX_SFT_MOE_INLINE void next_unit() {
     from_ += static_cast<std::uintptr_t>(kStep * stride_);
     out_ += kStep * kStripCols;
+    for (index_t i = 0; i < kStep && asked_.any(); ++i, asked_.next()) {
+      AMX_SFT_MOE_UNROLL
+      for (index_t at = 0; at < kRowBytes; at += kLineBytes) asked_.ask(at);
+    }
   }
 
  private:
-  LeadingPrefetch asked_;
+  LeadingRows asked_;
   Pace paced_;
   index_t units_;
   std::uintptr_t from_;  // a number: after the last unit it is that of nothing
