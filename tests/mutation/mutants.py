@@ -121,7 +121,7 @@ _LEFT_OUT = re.compile(
     r"|\.a_stride \+ step|\+\+tiles|ahead\.spread"
     r"|\bpages\b|PagesAhead|\btranslate\(|const index_t (lead|most|there) =|const bool last ="
     # Sizes of blocks, and when B is read in place: speed only.
-    r"|kStripBytes =|kStripDepth =|kFarRows =|k <= k\w*Steps|part_of_columns|parts\)|parts ="
+    r"|kStripBytes =|kRowBytes =|kStripDepth =|kFarRows =|k <= k\w*Steps|part_of_columns|parts\)|parts ="
     r"|k(Widened)?(Rows|Columns)Depth =|k(Widened)?PieceCols =|const bool pieces =|const index_t wide = pieces"
     r"|<= arch::kFewFactorRows|const bool rounded =|k(Panels|Vectors) = Rows|kStepsOfLine"
     r"|LinesInOrder ahead|\bfar_\b|ahead = asked;|kDotBlock\w+|kDotPartBytes|kDotsInOrder|2 \* here, most"
