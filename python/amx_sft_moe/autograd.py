@@ -212,6 +212,8 @@ def require_tensors(**inputs: torch.Tensor) -> None:
     for name, tensor in inputs.items():
         if not isinstance(tensor, torch.Tensor):
             raise TypeError(f"{name}: expected a torch.Tensor, got {type(tensor).__name__}")
+        if tensor.is_nested:  # which has no shape to speak of
+            raise ArgumentError(f"{name}: expected one tensor, got a nested one")
 
 
 def _require_kinds(**arguments: tuple[object, type]) -> None:

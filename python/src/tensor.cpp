@@ -118,6 +118,9 @@ void fill_from_torch_attributes(Tensor& tensor, py::handle object, std::string_v
   if (layout != "torch.strided") {
     throw ArgumentError(concat(argument, ": expected layout torch.strided, got ", layout));
   }
+  if (py::cast<bool>(object.attr("is_nested"))) {  // may be strided too, and has no shape
+    throw ArgumentError(concat(argument, ": expected one tensor, got a nested one"));
+  }
   const auto name = py::cast<std::string>(py::str(object.attr("dtype")));
   tensor.element = torch_element(name);
   if (tensor.element == ElementType::kOther) tensor.other_element = name;

@@ -229,6 +229,7 @@ def read_only(array: np.ndarray) -> np.ndarray:
 Change = Callable[[torch.Tensor], Any]
 
 
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
 @pytest.mark.parametrize(
     ("name", "change", "error", "words"),
     [
@@ -241,6 +242,7 @@ Change = Callable[[torch.Tensor], Any]
         ("x", lambda x: x.t().contiguous().t(), ArgumentError, ["x", "stride 1", "(1, 10)"]),
         ("x", lambda x: x.to("meta"), ArgumentError, ["x", "cpu", "meta"]),
         ("x", lambda x: x.float().to_sparse(), ArgumentError, ["x", "strided", "sparse"]),
+        ("x", lambda x: torch.nested.nested_tensor([x]), ArgumentError, ["x", "one tensor", "nested"]),
         ("x", lambda x: torch._neg_view(x), ArgumentError, ["x", "negative bit", "resolve_neg"]),
         ("x", lambda x: x.float().numpy()[:, ::-1], ArgumentError, ["x", "stride 1", "-1"]),
         ("expert_ids", lambda ids: ids[:9], ArgumentError, ["expert_ids", "[10, 2]", "[9, 2]"]),

@@ -364,3 +364,14 @@ def test_nothing_outlives_a_module() -> None:
     del experts
     gc.collect()
     assert [ref() for ref in alive] == [None, None, None]
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+@pytest.mark.parametrize("layout", [torch.strided, torch.jagged])
+def test_nested_inputs_are_refused_by_name(layout: torch.layout) -> None:
+    layer = make_layer(SIZES, dtype=torch.float32)
+    experts = module(layer)
+    x = torch.nested.nested_tensor([layer.x], layout=layout)
+    for call in (experts, lambda *inputs: sft_moe(experts.experts(), *inputs)):
+        with pytest.raises(ArgumentError, match=r"^x: expected one tensor, got a nested one"):
+            call(x, layer.expert_ids, layer.routing_weights)
