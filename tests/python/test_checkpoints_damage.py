@@ -175,3 +175,12 @@ class TestDamage:
             (own / "config.json").write_text(content)
         with pytest.raises(ArgumentError, match=f"config.json: {message}"):
             load_model(own)
+
+
+@pytest.mark.parametrize(
+    ("device_map", "module"),
+    [("disk", "''"), ({"": "cpu", "model.layers.1": "disk"}, "'model.layers.1'")],
+)
+def test_experts_on_disk_anyway(own, device_map, module):
+    with pytest.raises(ArgumentError, match=rf"^device_map: expected no module on disk, got {module}: "):
+        load_model(own, device_map=device_map)

@@ -77,7 +77,8 @@ def load_model(
 
     Raises:
         ArgumentError: no such checkpoint; a shard missing or cut off, an expert or another weight missing; an
-            architecture without routed experts; a quantisation other than mxfp4; no space for ``cache_dir``.
+            architecture without routed experts; a quantisation other than mxfp4; no space for ``cache_dir``; a
+            ``device_map`` with a module on disk.
     """
     if dtype is not None and dtype not in _FLOATS:
         raise TypeError(f"dtype: expected torch.bfloat16 or torch.float32, got {dtype}")
@@ -85,6 +86,7 @@ def load_model(
         raise TypeError(
             f"options: expected none that load_model sets itself (dtype=, ...), got {', '.join(taken)}"
         )
+    _refuse_disk(options.get("device_map"))
     directory = given_directory("directory", directory)
     if cache_dir is not None:
         cache_dir = given_directory("cache_dir", cache_dir)
@@ -141,6 +143,16 @@ def load_model(
         refuse_casts(model)
         logger.info("%.1f GB of expert weights stay in %s", mapped_bytes(model) / 1e9, directory)
     return model
+
+
+def _refuse_disk(device_map: object) -> None:
+    places = device_map if isinstance(device_map, Mapping) else {"": device_map}
+    for module, place in places.items():
+        if place == "disk":
+            raise ArgumentError(
+                f"device_map: expected no module on disk, got {module!r}: experts stay in their files, "
+                "which take no memory that the system could not have back"
+            )
 
 
 def read_config(directory: str | os.PathLike[str]) -> PreTrainedConfig:
