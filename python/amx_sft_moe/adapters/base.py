@@ -22,6 +22,7 @@ import torch
 from peft import LoraConfig
 from torch import nn
 
+from amx_sft_moe.adapters.files import read_json
 from amx_sft_moe.errors import ArgumentError, cause_of
 from amx_sft_moe.paths import given_directory
 
@@ -207,8 +208,6 @@ def load_base(where: str | os.PathLike[str]) -> BaseModel:
     Raises:
         ArgumentError: no configuration there, or one that transformers does not know.
     """
-    from transformers import AutoConfig
-
     given_directory("base", where)
     where = os.fspath(where)
     config_file = Path(where) / "config.json"
@@ -218,7 +217,7 @@ def load_base(where: str | os.PathLike[str]) -> BaseModel:
         missing = "" if Path(where).exists() else ", which does not exist"
         raise ArgumentError(f"base: expected a directory with config.json, got {where}{missing}")
     try:
-        config = AutoConfig.from_pretrained(where, local_files_only=True)
+        config = _config_of(where, config_file)
         model = _on_meta(config)
     except Exception as reason:
         # transformers, json and the model's own code raise whatever they like for a file that is not theirs.
@@ -232,6 +231,22 @@ def load_base(where: str | os.PathLike[str]) -> BaseModel:
             + cause_of(reason)
         ) from None
     return _described(where, config, model)
+
+
+def _config_of(where: str, config_file: Path) -> Any:
+    """Of the architecture that the file names where its model type is another's (Kimi K2 is a DeepSeek-V3)."""
+    from transformers import AutoConfig
+
+    from amx_sft_moe.checkpoints.loading import config_class_of, without_type
+
+    try:
+        return AutoConfig.from_pretrained(where, local_files_only=True, trust_remote_code=False)
+    except Exception:
+        raw = read_json(config_file) if config_file.is_file() else {}
+        known = config_class_of(raw)
+        if known is None:
+            raise
+        return known.from_dict(without_type(raw))
 
 
 def _is_cached(name: str) -> bool:

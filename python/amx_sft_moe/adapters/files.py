@@ -7,6 +7,7 @@ import errno
 import json
 import logging
 import os
+import re
 import shutil
 import tempfile
 from collections.abc import Iterable, Iterator
@@ -35,7 +36,8 @@ _AT_FDCWD = -100
 def require_no_checkpoint(name: str, directory: Path) -> None:
     """Refuses to write an adapter beside a model's weights: transformers would load the model with it from then
     on, without a word."""
-    weights = sorted(path.name for path in directory.glob("model*.safetensors*"))
+    kinds = ("model*.safetensors*", "pytorch_model*.bin*")
+    weights = sorted(path.name for kind in kinds for path in directory.glob(kind))
     if weights and (directory / "config.json").is_file():
         raise ArgumentError(
             f"{name}: expected a directory without a checkpoint, which would be loaded with the adapter, got "
@@ -112,7 +114,10 @@ def tensor_positions(path: Path) -> tuple[int, dict[str, dict[str, Any]]]:
 def save_tensors(tensors: dict[str, torch.Tensor], path: Path) -> None:
     """Writes and syncs a safetensors file; each tensor in memory of its own, as the format wants it."""
     own = {key: tensor.clone(memory_format=torch.contiguous_format) for key, tensor in tensors.items()}
-    save_file(own, path, metadata={"format": "pt"})
+    try:
+        save_file(own, path, metadata={"format": "pt"})
+    except SafetensorError as reason:  # a full disk
+        raise OSError(f"{path}: {reason}") from None
     sync(path)
 
 
@@ -137,13 +142,13 @@ def replaced_directory(directory: Path, drop: Iterable[str] | None = None) -> It
 
     A reader sees all of the old or all of the new, also after a crash or SIGKILL at any moment; what can stay
     behind then is a sibling ``NAME.partial-...``. Where two directories cannot be exchanged (the file system
-    does not, or an existing one is a mount point, has a parent that cannot be written, or is where this process
-    works), an existing one is replaced file by file; what can stay behind lies in it then.
+    does not, or an existing one is or holds a mount point, has a parent that cannot be written, or is where
+    this process works), an existing one is replaced file by file; what can stay behind lies in it then.
 
     Args:
         directory: need not exist; its parent is made if need be.
         drop: an existing directory's entries of these names go, all others stay (as hard links);
-            ``None``: all go.
+            ``None``: all go, and a mount point below is an ArgumentError.
     """
     directory = directory.resolve()
     if directory.exists() and not directory.is_dir():
@@ -155,6 +160,11 @@ def replaced_directory(directory: Path, drop: Iterable[str] | None = None) -> It
             f"directory: expected one that can be made, got {directory}, below a file"
         ) from error
     inside = directory.is_dir() and _has_to_stay(directory)
+    below = [path for path in _mounts_in(directory) if path != directory]
+    if below and drop is None:
+        raise ArgumentError(
+            f"directory: expected one that can be emptied, got {directory}, with a mount at {below[0]}"
+        )
     place = directory if inside else directory.parent
     work = Path(tempfile.mkdtemp(prefix=f"{directory.name}.partial-", dir=place))
     try:
@@ -224,7 +234,18 @@ def _has_to_stay(directory: Path) -> bool:
         works_there = Path.cwd().is_relative_to(directory)
     except OSError:  # the working directory is gone
         works_there = False
-    return works_there or os.path.ismount(directory) or not os.access(directory.parent, os.W_OK)
+    return works_there or bool(_mounts_in(directory)) or not os.access(directory.parent, os.W_OK)
+
+
+def _mounts_in(directory: Path) -> list[Path]:
+    """Where something is mounted, there or below, a file or folder of the same file system too: it would move
+    with the directory, and be emptied."""
+    try:
+        mounts = os.fsdecode(Path("/proc/self/mountinfo").read_bytes()).splitlines()
+    except OSError:
+        return [directory] if os.path.ismount(directory) else []
+    points = (re.sub(r"\\([0-7]{3})", lambda code: chr(int(code[1], 8)), line.split(" ")[4]) for line in mounts)
+    return [path for point in points if (path := Path(point)).is_relative_to(directory)]
 
 
 def _put_one_by_one(work: Path, directory: Path, written: list[str], drop: Iterable[str] | None) -> None:

@@ -92,8 +92,11 @@ def pairs_of(tensors: dict[str, torch.Tensor]) -> tuple[dict[str, dict[str, torc
         match = _PAIR.fullmatch(key)
         if match is None:
             rest.append(key)
-        else:
-            pairs.setdefault(match["module"], {})[match["side"]] = tensor
+            continue
+        sides = pairs.setdefault(match["module"], {})
+        if match["side"] in sides:
+            raise ArgumentError(f"{key}: expected one lora_{match['side']} of {match['module']}, got two")
+        sides[match["side"]] = tensor
     return pairs, rest
 
 
@@ -210,7 +213,12 @@ def _sort_in(
         return
     place = base.place_of(f"{name}.weight")
     if place.module is not None and place.expert is not None and len(place.projections) == 1:
-        single.setdefault((place.module, place.projections[0]), {})[place.expert] = name, pair
+        given = single.setdefault((place.module, place.projections[0]), {})
+        if place.expert in given:
+            raise ArgumentError(
+                f"{name}: expected one adapter of this expert, got {given[place.expert][0]} too"
+            )
+        given[place.expert] = name, pair
     else:
         adapter.linears[name] = _linear(files, base, name, place.name, pair)
 

@@ -3,6 +3,7 @@ the weights' change stays exactly the same."""
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterable
 
 import torch
@@ -84,7 +85,8 @@ def fused(gate: Factors | None, up: Factors | None, layout: ExpertsLayout) -> tu
     for expert in range(layout.num_experts):
         parts = [(rows, part) for rows, part in (("gate_proj", gate), ("up_proj", up)) if part is not None]
         a.append(given.a[expert] if share else torch.cat([part.a[expert] for _, part in parts]))
-        out = given.b[expert].new_zeros(2 * layout.intermediate_size, a[-1].shape[0])
+        dtype = functools.reduce(torch.promote_types, (part.b[expert].dtype for _, part in parts))
+        out = torch.zeros(2 * layout.intermediate_size, a[-1].shape[0], dtype=dtype)
         at = 0
         for projection, part in parts:
             columns = slice(None) if share else slice(at, at + part.rank)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,6 +15,7 @@ from peft.tuners.lora.layer import ParamWrapper
 
 from amx_sft_moe.adapters.adapter import PER_EXPERT, PREFIX, Adapter, Factors, Linear, is_copy, plain_name
 from amx_sft_moe.adapters.base import PARAMETERS, BaseModel, base_like
+from amx_sft_moe.adapters.conversion import verify
 from amx_sft_moe.adapters.files import (
     KT_MANIFEST,
     KT_WEIGHTS,
@@ -21,13 +23,15 @@ from amx_sft_moe.adapters.files import (
     replaced_directory,
     require_no_checkpoint,
 )
-from amx_sft_moe.adapters.formats import pairs_of, write_adapter
+from amx_sft_moe.adapters.formats import pairs_of, read_adapter, write_adapter
 from amx_sft_moe.adapters.fusing import split_all
 from amx_sft_moe.adapters.settings import require_plain_lora
 from amx_sft_moe.errors import ArgumentError
 from amx_sft_moe.integrations.adapters_in_use import NotUnderstoodError
 from amx_sft_moe.integrations.peft_lora import delta_of
 from amx_sft_moe.paths import given_directory
+
+logger = logging.getLogger("amx_sft_moe")
 
 
 def save_per_expert(
@@ -55,6 +59,7 @@ def save_per_expert(
     Raises:
         ArgumentError: no adapted experts, something that this layout cannot say (the message tells what), or a
             checkpoint in ``directory``.
+        StateError: what was written does not read as what was trained; ``directory`` is as it was.
     """
     if not isinstance(model, PeftModel):
         raise TypeError(f"model: expected a peft.PeftModel, got {type(model).__name__}")
@@ -65,7 +70,11 @@ def save_per_expert(
     adapter = _adapter(model, adapter_name, base)
     # An older adapter of another format there would be read with or instead of this one.
     with replaced_directory(directory, drop=(PICKLED, KT_WEIGHTS, KT_MANIFEST)) as work:
-        write_adapter(adapter, base, PER_EXPERT, work, peft.__version__)
+        lost, _ = write_adapter(adapter, base, PER_EXPERT, work, peft.__version__)
+        verify(adapter, read_adapter(work, base)[0], exact=not lost)
+    if lost:
+        rest = f" (and {len(lost) - 1} more)" if len(lost) > 1 else ""
+        logger.warning("%s: not what was trained to the last bit: %s%s", directory, lost[0], rest)
     return directory
 
 

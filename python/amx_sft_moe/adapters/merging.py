@@ -340,23 +340,25 @@ def _change(file: Any, matrix: _Matrix) -> None:
         count = rows.stop - rows.start
         if matrix.whole is not None:
             total = matrix.whole[rows]
+            finite = total.isfinite()
         else:
             file.seek(matrix.offset + first * row_bytes)
             data = bytearray(count * row_bytes)
             if file.readinto(data) != len(data):
                 raise ArgumentError(f"{matrix.key}: expected {len(data)} bytes, got the end of the file")
             total = torch.frombuffer(data, dtype=matrix.dtype).reshape(count, matrix.columns).to(wide)
+            finite = total.isfinite()
             for change in matrix.changes:
                 _add(total, change, rows, matrix.transposed)
         block = total.to(matrix.dtype).contiguous()
-        _require_held(matrix, total, block)
+        _require_held(matrix, finite, total, block)
         file.seek(matrix.offset + first * row_bytes)
         file.write(block.view(torch.uint8).numpy().data)
 
 
-def _require_held(matrix: _Matrix, wanted: torch.Tensor, block: torch.Tensor) -> None:
-    """Refuses numbers that have become infinite in the checkpoint's type."""
-    over = wanted.isfinite() & ~block.isfinite()
+def _require_held(matrix: _Matrix, finite: torch.Tensor, wanted: torch.Tensor, block: torch.Tensor) -> None:
+    """Refuses finite numbers that have become infinite or NaN, in the sum or in the checkpoint's type."""
+    over = finite & ~block.isfinite()
     if over.any():
         largest = float(wanted[over].abs().max())
         raise ArgumentError(

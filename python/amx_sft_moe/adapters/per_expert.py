@@ -171,11 +171,15 @@ def _config(
     taken = base.names_taken_by_peft
     leaf = {place[1]: name[0].rpartition(".")[2] for place, name in base.names_on_disk.items()}
     some = next(iter(experts.values()))
+    # A bare name would be that of a shared expert's down_proj too, where that may be adapted.
+    of_experts = "" if taken else rf"{re.escape(next(iter(experts)).rpartition('.')[2])}\.(\d+\.)?"
     entries = []
     for projection, factors in some.items():
         # PEFT asks for the fused parameter's name, servers for the expert's.
-        ways = {leaf[projection], projection} if projection == "down_proj" else {leaf[projection]}
-        entries += [Entry(re.escape(way), factors.rank, factors.scaling) for way in sorted(ways)]
+        down = projection == "down_proj"
+        ways = sorted({leaf[projection], projection} if down else {leaf[projection]})
+        before = of_experts if down else ""
+        entries += [Entry(before + re.escape(way), factors.rank, factors.scaling) for way in ways]
     default = next((e for e in entries if e.pattern == re.escape(leaf["gate_proj"])), entries[0])
     other, plain = other_targets(adapter.config, linears)
     targets = targets_of_linears(adapter.config, plain, taken)

@@ -184,19 +184,17 @@ def read_config(directory: str | os.PathLike[str]) -> PreTrainedConfig:
             "quantization_config=FineGrainedFP8Config(dequantize=True)) and save_pretrained"
         )
     try:
-        config = AutoConfig.from_pretrained(directory, local_files_only=True)
+        # Without the last argument transformers may ask at the terminal whether to run code from there.
+        config = AutoConfig.from_pretrained(directory, local_files_only=True, trust_remote_code=False)
     except Exception as error:  # transformers' own checks of a configuration raise what they like
-        architecture = getattr(transformers, (raw.get("architectures") or [""])[0], None)
-        known = getattr(architecture, "config_class", None)
+        known = config_class_of(raw)
         if known is None:
             raise ArgumentError(
                 f"{path}: expected a model that transformers {transformers.__version__} knows, got model_type "
                 f"{raw.get('model_type')!r}: {cause_of(error)}"
             ) from error
-        raw.pop("model_type", None)
-        raw.pop("auto_map", None)
         try:
-            config = known.from_dict(raw)
+            config = known.from_dict(without_type(raw))
         except Exception as reason:
             raise ArgumentError(
                 f"{path}: expected the configuration of a {known.__name__}, got one that transformers refuses: "
@@ -205,6 +203,18 @@ def read_config(directory: str | os.PathLike[str]) -> PreTrainedConfig:
     if quantization:
         del config.quantization_config
     return config
+
+
+def config_class_of(raw: Mapping[str, Any]) -> Any:
+    """The class of configurations of the architecture that ``config.json`` names; ``None``: transformers has
+    none of that name."""
+    architecture = getattr(transformers, (raw.get("architectures") or [""])[0], None)
+    return getattr(architecture, "config_class", None)
+
+
+def without_type(raw: Mapping[str, Any]) -> dict[str, Any]:
+    """What of ``config.json`` is for another class than the one it names, or than code beside it has."""
+    return {name: value for name, value in raw.items() if name not in ("model_type", "auto_map")}
 
 
 def own_config(architecture: type[PreTrainedModel], config: PreTrainedConfig) -> PreTrainedConfig:
@@ -221,7 +231,7 @@ def meta_model(config: PreTrainedConfig, directory: str | os.PathLike[str]) -> P
     """
     try:
         with torch.device("meta"):
-            model = AutoModelForCausalLM.from_config(config)
+            model = AutoModelForCausalLM.from_config(config, trust_remote_code=False)
     except ValueError as error:
         raise ArgumentError(
             f"{directory}: expected a causal language model, got {config.model_type!r}: {cause_of(error)}"

@@ -53,7 +53,7 @@ def read_config(folder: Path) -> Any:
     import transformers
 
     try:
-        return transformers.AutoConfig.from_pretrained(folder, local_files_only=True)
+        return transformers.AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
     except (ValueError, KeyError):
         written = json.loads((folder / "config.json").read_text(encoding="utf-8"))
         kind = getattr(transformers, written["architectures"][0]).config_class
