@@ -32,6 +32,7 @@ from amx_sft_moe.adapters import (
     check_adapter,
     convert_adapter,
     files,
+    inspect_adapter,
     live,
     load_base,
     merge_adapter,
@@ -211,3 +212,19 @@ def test_an_architecture_under_another_model_type(tmp_path: Path, monkeypatch: p
     assert all(torch.equal(found[key], expected[key]) for key in expected)
     assert config_of(tmp_path / "out")["rank_pattern"] == config_of(tmp_path / "known")["rank_pattern"]
     assert asked == []
+
+
+def test_layers_with_different_parameters_are_inspected_apart(tmp_path: Path) -> None:
+    targets = ["layers.0.mlp.experts.gate_up_proj", "layers.1.mlp.experts.down_proj"]
+    trained("qwen3", target_parameters=targets).save_pretrained(tmp_path)
+    found = inspect_adapter(tmp_path)["experts"]
+    assert {name: (group["layers"], group["weights"]) for name, group in found.items()} == {
+        "gate_up_proj": ([0], 5),
+        "down_proj": ([1], 5),
+    }
+
+
+@pytest.mark.parametrize("option", ["subfolder", "variant", "revision"])
+def test_options_that_name_other_files(option: str) -> None:
+    with pytest.raises(TypeError, match=rf"^options: expected the files of directory itself, got {option}$"):
+        load_model(checkpoint("qwen3"), **{option: "other"})

@@ -185,8 +185,8 @@ def _kt_pairs(files: Files) -> Iterator[tuple[str, re.Match[str], torch.Tensor, 
 def _parameter(files: Files, name: str, nested: bool) -> str:
     if nested:
         return "gate_up_proj" if name.endswith(".base_layer") else "down_proj"
-    targets = {str(target).rpartition(".")[2] for target in files.config.get("target_parameters") or []}
-    named = [parameter for parameter in PARAMETERS if parameter in targets]
+    targets = [f".{target}" for target in files.config.get("target_parameters") or []]
+    named = [parameter for parameter in PARAMETERS if f".{name}.{parameter}".endswith(tuple(targets))]
     return named[0] if len(named) == 1 else "experts"
 
 

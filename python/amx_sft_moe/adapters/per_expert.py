@@ -7,7 +7,8 @@ with up_proj and down_proj likewise (``w1``, ``w3``, ``w2`` where checkpoints sa
 (0.19.1 with transformers 5.5) fuses it while loading (checked by running 0.19.1, 0.20.0 and 0.21.2): gate and
 up become one adapter of twice the rank ``r`` of adapter_config.json, whatever its patterns say, with twice its
 alpha. So here gate and up have one rank and one scaling in all layers, those of ``r`` and ``lora_alpha``;
-down_proj may have others.
+down_proj may have others, under a pattern that is of the experts only where other modules of its name may be
+adapted too (a shared expert's).
 """
 
 from __future__ import annotations

@@ -86,6 +86,8 @@ def load_model(
         raise TypeError(
             f"options: expected none that load_model sets itself (dtype=, ...), got {', '.join(taken)}"
         )
+    if other := sorted({"subfolder", "variant", "revision"} & options.keys()):
+        raise TypeError(f"options: expected the files of directory itself, got {', '.join(other)}")
     _refuse_disk(options.get("device_map"))
     directory = given_directory("directory", directory)
     if cache_dir is not None:
