@@ -395,6 +395,7 @@ def test_turned_factors_are_what_a_thread_keeps(make: Any) -> None:
     assert memory(prepare(model))["adapters' factors, turned"] == kept // 2, "no gradients of B"
 
 
+@pytest.mark.skipif(VERSION < (0, 20), reason="this PEFT takes one adapter with target_parameters")
 def test_factors_that_are_not_turned_are_not_counted() -> None:
     model = add_lora(base_model(OURS))
     assert "adapters' factors, turned" in memory(prepare(model))
