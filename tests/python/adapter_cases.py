@@ -73,14 +73,19 @@ def stock_adapter(family: str, options: str = "{}") -> tuple[Path, dict[str, tor
     """An adapter that PEFT saved, and the weights that PEFT merged. ``options``: JSON for LoraConfig."""
     base = checkpoint(family)
     model = get_peft_model(model_of(base), LoraConfig(**(OPTIONS | json.loads(options))))
-    random = torch.Generator().manual_seed(3)
+    draw_factors(model, seed=3)
+    directory = fresh_directory()
+    model.save_pretrained(directory)
+    return directory, merged_state(model)
+
+
+def draw_factors(model: torch.nn.Module, seed: int) -> None:
+    """Random numbers for all that trains."""
+    random = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.requires_grad:
                 parameter.copy_(torch.randn(parameter.shape, generator=random) * 0.2)
-    directory = fresh_directory()
-    model.save_pretrained(directory)
-    return directory, merged_state(model)
 
 
 def merged_state(model: PeftModel) -> dict[str, torch.Tensor]:

@@ -21,6 +21,7 @@ from adapter_cases import (
     OPTIONS,
     checkpoint,
     config_of,
+    draw_factors,
     largest_difference,
     merged_state,
     model_of,
@@ -48,11 +49,7 @@ EXPERT = "model.layers.0.mlp.experts.1."
 
 def trained(family: str, **options: Any) -> Any:
     model = get_peft_model(model_of(checkpoint(family)), LoraConfig(**(OPTIONS | options)))
-    random = torch.Generator().manual_seed(3)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            if parameter.requires_grad:
-                parameter.copy_(torch.randn(parameter.shape, generator=random) * 0.2)
+    draw_factors(model, seed=3)
     return model
 
 
@@ -163,6 +160,9 @@ def test_mount_points_are_found(tmp_path: Path) -> None:
     assert Path("/proc") in files._mounts_in(Path("/"))
     assert files._mounts_in(Path("/proc"))[0] == Path("/proc")
     assert files._mounts_in(tmp_path) == []
+    table = tmp_path / "mountinfo"
+    table.write_text("1 0 8:1 / /a\\040b\u2028 rw - ext4 /dev/x rw\n2 0 8:1 / /a rw - ext4 /dev/x rw\n")
+    assert files._mounts_in(Path("/a b\u2028"), table) == [Path("/a b\u2028")]
 
 
 def test_a_full_disk(per_expert: Path, tmp_path: Path, monkeypatch: Any, capfd: Any) -> None:

@@ -14,6 +14,7 @@ from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
+from adapter_cases import draw_factors
 from amx_sft_moe import ArgumentError, prepare
 from amx_sft_moe.adapters import (
     check_adapter,
@@ -66,11 +67,7 @@ def adapted(model: Any, **changes: Any) -> PeftModel:
         "target_parameters": ["experts.gate_up_proj", "experts.down_proj"],
     }
     model = get_peft_model(model, LoraConfig(**(options | changes))).eval()
-    random = torch.Generator().manual_seed(1)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            if parameter.requires_grad:
-                parameter.copy_(torch.randn(parameter.shape, generator=random) * 0.2)
+    draw_factors(model, seed=1)
     return model
 
 

@@ -159,8 +159,9 @@ def replaced_directory(directory: Path, drop: Iterable[str] | None = None) -> It
         raise ArgumentError(
             f"directory: expected one that can be made, got {directory}, below a file"
         ) from error
-    inside = directory.is_dir() and _has_to_stay(directory)
-    below = [path for path in _mounts_in(directory) if path != directory]
+    mounts = _mounts_in(directory)
+    inside = directory.is_dir() and (bool(mounts) or _has_to_stay(directory))
+    below = [path for path in mounts if path != directory]
     if below and drop is None:
         raise ArgumentError(
             f"directory: expected one that can be emptied, got {directory}, with a mount at {below[0]}"
@@ -229,19 +230,19 @@ def _put(work: Path, directory: Path, written: list[str], drop: Iterable[str] | 
 
 
 def _has_to_stay(directory: Path) -> bool:
-    """Whether another directory cannot take this one's place."""
+    """Whether another directory cannot take this one's place, mounts apart."""
     try:
         works_there = Path.cwd().is_relative_to(directory)
     except OSError:  # the working directory is gone
         works_there = False
-    return works_there or bool(_mounts_in(directory)) or not os.access(directory.parent, os.W_OK)
+    return works_there or not os.access(directory.parent, os.W_OK)
 
 
-def _mounts_in(directory: Path) -> list[Path]:
+def _mounts_in(directory: Path, table: Path = Path("/proc/self/mountinfo")) -> list[Path]:
     """Where something is mounted, there or below, a file or folder of the same file system too: it would move
     with the directory, and be emptied."""
     try:
-        mounts = os.fsdecode(Path("/proc/self/mountinfo").read_bytes()).splitlines()
+        mounts = os.fsdecode(table.read_bytes()).rstrip("\n").split("\n")
     except OSError:
         return [directory] if os.path.ismount(directory) else []
     points = (re.sub(r"\\([0-7]{3})", lambda code: chr(int(code[1], 8)), line.split(" ")[4]) for line in mounts)
