@@ -228,3 +228,16 @@ def test_layers_with_different_parameters_are_inspected_apart(tmp_path: Path) ->
 def test_options_that_name_other_files(option: str) -> None:
     with pytest.raises(TypeError, match=rf"^options: expected the files of directory itself, got {option}$"):
         load_model(checkpoint("qwen3"), **{option: "other"})
+
+
+def test_code_for_a_model_that_is_no_language_model_is_not_run(tmp_path: Path, monkeypatch: Any) -> None:
+    asked: list[Any] = []
+    monkeypatch.setattr(builtins, "input", lambda *words: asked.append(words) or "y")
+    folder = tmp_path / "vit"
+    shutil.copytree(checkpoint("qwen3"), folder)
+    code = {"AutoModelForCausalLM": "modeling_vit.Model"}
+    (folder / "config.json").write_text(json.dumps({"model_type": "vit", "auto_map": code}))
+    (folder / "modeling_vit.py").write_text("raise SystemExit('run')\n")
+    with pytest.raises(ArgumentError, match=r"vit: expected a causal language model, got 'vit': "):
+        load_model(folder)
+    assert asked == []
