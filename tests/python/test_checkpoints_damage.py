@@ -184,3 +184,33 @@ class TestDamage:
 def test_experts_on_disk_anyway(own, device_map, module):
     with pytest.raises(ArgumentError, match=rf"^device_map: expected no module on disk, got {module}: "):
         load_model(own, device_map=device_map)
+
+
+def shift(shard: Path) -> None:
+    """Lays the data of a safetensors file one byte further, which the format allows."""
+    content = shard.read_bytes()
+    length = int.from_bytes(content[:8], "little")
+    header, data = content[8 : 8 + length] + b" ", content[8 + length :]
+    shard.write_bytes(len(header).to_bytes(8, "little") + header + data)
+
+
+@pytest.mark.parametrize(("family", "fused"), [("mixtral", False), ("mixtral", True), ("gpt_oss", True)])
+def test_weights_at_odd_addresses(tmp_path, caplog, family, fused):
+    folder = write(tmp_path / "own", family, torch.bfloat16, fused=fused)
+    tokens = torch.arange(12).view(2, 6)
+    with torch.no_grad():
+        expected = load_model(folder)(tokens).logits
+    for shard in folder.glob("*.safetensors"):
+        shift(shard)
+    caplog.clear()
+    model = load_model(folder, cache_dir=tmp_path / "cache")
+    with torch.no_grad():
+        assert torch.equal(model(tokens).logits, expected)
+    told = "does not begin at a multiple of 2 bytes in its file" in caplog.text
+    assert told == (family == "mixtral"), "gpt-oss's are written again anyway"
+
+
+def test_an_adapter_beside_the_checkpoint(own, caplog):
+    (own / "adapter_config.json").write_text("{}")
+    load_model(own)
+    assert f"{own / 'adapter_config.json'} lies beside the checkpoint and is not applied" in caplog.text

@@ -16,6 +16,7 @@ from amx_sft_moe.adapters.conversion import base_for
 from amx_sft_moe.adapters.files import CONFIG, KT_MANIFEST
 from amx_sft_moe.adapters.formats import Files, format_of, fused_the_old_way, pairs_of, read_files, understood
 from amx_sft_moe.adapters.inspection import not_finite, others_of, pieces_of
+from amx_sft_moe.adapters.kt_manifest import manifest_problems
 from amx_sft_moe.adapters.settings import require_plain_lora
 from amx_sft_moe.errors import ArgumentError
 
@@ -75,6 +76,8 @@ def check_adapter(directory: str | os.PathLike[str], base: str | os.PathLike[str
         _require_finite(piece.name, not_finite(piece.a) + not_finite(piece.b), findings)
     for key, tensor in others_of(files):
         _require_finite(key, not_finite(tensor), findings)
+    if kind == KTRANSFORMERS:
+        findings += manifest_problems(files.directory)
     model = _base(directory, base, notes)
     if model is None:
         for name, sides in pairs.items():

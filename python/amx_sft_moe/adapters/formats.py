@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from amx_sft_moe.adapters import ktransformers, peft_fused, per_expert
+from amx_sft_moe.adapters import kt_manifest, ktransformers, peft_fused, per_expert
 from amx_sft_moe.adapters.adapter import (
     FORMATS,
     FUSED,
@@ -292,5 +292,5 @@ def write_adapter(
     save_tensors(rest, directory / WEIGHTS)
     save_json(config, directory / CONFIG)
     if kind == KTRANSFORMERS:
-        ktransformers.write_manifest(directory)
+        kt_manifest.write_manifest(directory)
     return lost, len(fused) + len(rest)

@@ -7,7 +7,7 @@ Facts read in kt-kernel 0.7.2 (``sft/lora.py``, ``sft/artifacts.py``, ``sft/conv
 * one rank and one alpha for all; the scaling is alpha / r, also where the config says rsLoRA;
 * training buffers are bfloat16, and loading refuses another dtype; its converter for SGLang takes any;
 * loading wants ``adapter_config.json``, one standard adapter file (here always ``adapter_model.safetensors``)
-  and ``kt_adapter_manifest.json`` (version 1) with sizes, SHA-256 and the base model's path.
+  and ``kt_adapter_manifest.json``, see :mod:`amx_sft_moe.adapters.kt_manifest`.
 
 The file is read back here by kt-kernel's own loader and converter in the tests where kt-kernel is installed;
 a training run of KTransformers was not tried. The manifest is written for ``expert_weight_format`` bf16.
@@ -15,7 +15,6 @@ a training run of KTransformers was not tried. The manifest is written for ``exp
 
 from __future__ import annotations
 
-import hashlib
 import re
 from pathlib import Path
 from typing import Any
@@ -24,7 +23,7 @@ import torch
 
 from amx_sft_moe.adapters.adapter import Adapter, Factors, peft_entries
 from amx_sft_moe.adapters.base import PROJECTIONS, BaseModel
-from amx_sft_moe.adapters.files import CONFIG, KT_MANIFEST, KT_WEIGHTS, WEIGHTS, read_json, save_json
+from amx_sft_moe.adapters.files import CONFIG, KT_MANIFEST, KT_WEIGHTS, read_json
 from amx_sft_moe.adapters.fusing import zeros
 from amx_sft_moe.adapters.per_expert import evened
 from amx_sft_moe.adapters.settings import Entry, entries_of_linears, is_number, targets_of_linears, written
@@ -132,36 +131,3 @@ def write(
         peft_version,
     )
     return fused, rest, config, lost
-
-
-def write_manifest(directory: Path) -> None:
-    """``kt_adapter_manifest.json`` for the files of ``directory``, which are complete by now."""
-    config = read_json(directory / CONFIG)
-    from safetensors import safe_open
-
-    with safe_open(directory / KT_WEIGHTS, framework="pt", device="cpu") as handle:
-        slices = {key: handle.get_slice(key) for key in handle.keys()}  # noqa: SIM118
-        tensors = {
-            key: {"shape": list(part.get_shape()), "dtype": part.get_dtype()} for key, part in slices.items()
-        }
-    artifacts = {name: _record(directory / name) for name in sorted((CONFIG, WEIGHTS, KT_WEIGHTS))}
-    artifacts[KT_WEIGHTS] |= {"tensor_count": len(tensors), "tensors": dict(sorted(tensors.items()))}
-    save_json(
-        {
-            "version": 1,
-            "status": "ready",
-            "expert_weight_format": "bf16",
-            "base": {"model_name_or_path": config.get("base_model_name_or_path")},
-            "lora": {"rank": config["r"], "alpha": float(config["lora_alpha"])},
-            "artifacts": artifacts,
-        },
-        directory / KT_MANIFEST,
-    )
-
-
-def _record(path: Path) -> dict[str, Any]:
-    digest = hashlib.sha256()
-    with path.open("rb") as file:
-        while block := file.read(1 << 20):
-            digest.update(block)
-    return {"size": path.stat().st_size, "sha256": digest.hexdigest()}

@@ -64,10 +64,20 @@ class CheckpointFiles:
         return self._slice(name)[:0].dtype if self.shape(name) else self.tensor(name).dtype
 
     def tensor(self, name: str) -> torch.Tensor:
-        """The tensor, a view of the mapped file."""
+        """The tensor, a view of the mapped file; a copy where it does not lie aligned there."""
+        found = self._view(name)
+        return found if _is_aligned(found) else found.clone()
+
+    def aligned(self, name: str) -> bool:
+        """Whether the tensor begins at a multiple of its elements' size, as kernels want it. The format does
+        not promise it: a header of odd length, or a tensor of single bytes before, is enough."""
+        return _is_aligned(self._view(name))
+
+    def _view(self, name: str) -> torch.Tensor:
         path = self._file_of[name]
         with _named(path):
-            return self._opened(path).get_tensor(name)
+            found: torch.Tensor = self._opened(path).get_tensor(name)
+            return found
 
     def _slice(self, name: str) -> Any:
         path = self._file_of[name]
@@ -119,6 +129,10 @@ def listed_files(directory: Path) -> dict[Path, set[str] | None]:
             + (f" and {len(missing) - 3} more" if len(missing) > 3 else "")
         )
     return {path: listed[path] for path in sorted(listed)}
+
+
+def _is_aligned(tensor: torch.Tensor) -> bool:
+    return tensor.data_ptr() % tensor.element_size() == 0
 
 
 @contextmanager

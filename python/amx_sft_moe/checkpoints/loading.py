@@ -13,6 +13,7 @@ import torch
 import transformers
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PreTrainedConfig, PreTrainedModel
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
+from transformers.utils.peft_utils import ADAPTER_CONFIG_NAME
 
 import amx_sft_moe
 from amx_sft_moe.checkpoints import transposed
@@ -92,6 +93,12 @@ def load_model(
     directory = given_directory("directory", directory)
     if cache_dir is not None:
         cache_dir = given_directory("cache_dir", cache_dir)
+    if (directory / ADAPTER_CONFIG_NAME).is_file():
+        logger.warning(
+            "%s lies beside the checkpoint and is not applied, as from_pretrained would do: "
+            "PeftModel.from_pretrained(model, directory) does",
+            directory / ADAPTER_CONFIG_NAME,
+        )
     config = read_config(directory)
     if experts_implementation == "amx_sft_moe" and experts_implementation not in ALL_EXPERTS_FUNCTIONS:
         amx_sft_moe.register()
@@ -105,7 +112,7 @@ def load_model(
             "torch multiplies bfloat16 slowly on this CPU (no AVX512): dense_dtype=torch.float32 is faster, in "
             "twice the memory for everything but the experts"
         )
-    _copy_other_dtypes(plan, files, dtype)
+    _copy_the_unusable(plan, files, dtype)
     for reason, parameters in _by_reason(plan.copied).items():
         rest = f" and {len(parameters) - 1} more expert weights" if len(parameters) > 1 else ""
         logger.warning("%s%s loaded into memory, not mapped: %s", parameters[0], rest, reason)
@@ -274,16 +281,25 @@ def _by_reason(copied: dict[str, str]) -> dict[str, list[str]]:
     return found
 
 
-def _copy_other_dtypes(plan: Plan, files: CheckpointFiles, dtype: torch.dtype) -> None:
-    """Leaves to transformers what it has to convert anyhow."""
+def _copy_the_unusable(plan: Plan, files: CheckpointFiles, dtype: torch.dtype) -> None:
+    """Leaves to transformers what cannot be used as it lies."""
     for group in (plan.stacked, plan.fused, plan.transposed):
         for parameter in list(group):
             names = plan.names(parameter)
             kinds = {files.dtype(name) for name in names}
             if kinds != {dtype}:
-                plan.copied[parameter] = f"the files hold {', '.join(sorted(map(str, kinds)))}, not {dtype}"
-                plan.others |= dict.fromkeys(names, "")
-                del group[parameter]
+                reason = f"the files hold {', '.join(sorted(map(str, kinds)))}, not {dtype}"
+            elif group is not plan.transposed and (odd := _unaligned(names, files)):
+                reason = f"{odd} does not begin at a multiple of {dtype.itemsize} bytes in its file"
+            else:
+                continue
+            plan.copied[parameter] = reason
+            plan.others |= dict.fromkeys(names, "")
+            del group[parameter]
+
+
+def _unaligned(names: list[str], files: CheckpointFiles) -> str | None:
+    return next((name for name in names if not files.aligned(name)), None)
 
 
 def _stack(files: CheckpointFiles, parameter: str, parts: list[list[str]]) -> MappedStack:
