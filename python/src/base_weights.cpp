@@ -36,6 +36,13 @@ void require_adjacent(const Tensor& tensor, std::string_view argument) {
   }
 }
 
+void require_rows_apart(index_t rows, index_t cols, index_t row_stride, std::string_view argument) {
+  if (rows > 1 && row_stride < cols) {
+    throw ArgumentError(
+        concat(argument, ": expected rows at least ", cols, " elements apart, got stride ", row_stride));
+  }
+}
+
 UntypedExperts read_experts(py::handle object, std::string_view argument, index_t experts, index_t rows,
                             index_t cols, BaseTensors& keep, bool first) {
   UntypedExperts found;
@@ -49,6 +56,7 @@ UntypedExperts read_experts(py::handle object, std::string_view argument, index_
       require_shape(tensor, name, {rows, cols});
       require_adjacent(tensor, name);
       const index_t row_stride = rows > 1 ? tensor.strides[0] : cols;
+      require_rows_apart(rows, cols, row_stride, name);
       if (e == 0) found.row_stride = row_stride;
       if (row_stride != found.row_stride) {
         throw ArgumentError(concat(name, ": expected the row stride of ", argument, "[0], ", found.row_stride,
@@ -65,6 +73,7 @@ UntypedExperts read_experts(py::handle object, std::string_view argument, index_
     found.base = tensor.data;
     found.expert_stride = experts > 1 ? tensor.strides[0] : rows * cols;
     found.row_stride = rows > 1 ? tensor.strides[1] : cols;
+    require_rows_apart(rows, cols, found.row_stride, argument);
     keep.owners.push_back(tensor.owner);
   }
   found.dtype = keep.dtype;

@@ -7,6 +7,7 @@
 #include <system_error>
 
 #include "kernels.hpp"
+#include "text.hpp"
 
 #ifdef _OPENMP
 #include <omp.h>
@@ -45,7 +46,7 @@ py::object chosen(const KernelProvider& kernels, DType weights) {
   try {
     return py::str(kernels.resolve("auto", weights));
   } catch (const KernelError& error) {
-    return py::str(concat("none: ", error.what()));
+    return as_str(concat("none: ", error.what()));
   }
 }
 

@@ -7,6 +7,7 @@
 #include "info.hpp"
 #include "machine.hpp"
 #include "operator.hpp"
+#include "text.hpp"
 #include "times.hpp"
 
 namespace py = pybind11;
@@ -38,6 +39,10 @@ struct ErrorTypes {
 };
 PYBIND11_CONSTINIT py::gil_safe_call_once_and_store<ErrorTypes> error_types;
 
+void raise(PyObject* type, const std::exception& error) {
+  PyErr_SetObject(type, amx_sft_moe::python::as_str(error.what()).ptr());
+}
+
 // The classes are Python's own (amx_sft_moe.errors), so that they have documentation and can be pickled.
 void register_errors() {
   error_types.call_once_and_store_result([] {
@@ -50,13 +55,13 @@ void register_errors() {
     try {
       if (pointer) std::rethrow_exception(pointer);
     } catch (const TypeMismatch& error) {
-      PyErr_SetString(PyExc_TypeError, error.what());
+      raise(PyExc_TypeError, error);
     } catch (const ArgumentError& error) {
-      PyErr_SetString(types.argument.ptr(), error.what());
+      raise(types.argument.ptr(), error);
     } catch (const StateError& error) {
-      PyErr_SetString(types.state.ptr(), error.what());
+      raise(types.state.ptr(), error);
     } catch (const KernelError& error) {
-      PyErr_SetString(types.kernel.ptr(), error.what());
+      raise(types.kernel.ptr(), error);
     }
   });
 }

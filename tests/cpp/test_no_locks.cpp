@@ -3,6 +3,7 @@
 #include <errno.h>
 #include <gtest/gtest.h>
 #include <sys/file.h>
+#include <sys/resource.h>
 
 #include <cstdint>
 #include <fstream>
@@ -49,6 +50,21 @@ TEST(WithoutLocks, NoRecordOfAnotherThreadIsCut) {
   ASSERT_EQ(all.size(), record.size() * kThreads * kRecords);
   for (std::size_t at = 0; at < all.size(); at += record.size())
     ASSERT_EQ(all.compare(at, record.size(), record), 0);
+}
+
+// The largest file that a process may make stands for a disk that is full half way.
+TEST(WithoutLocks, WhatMetAFullDiskStays) {
+  const auto path = fresh_file("full_without_locks");
+  BoundedFile file(path.string(), 1 << 24, "", "ended\n");
+  file.append(kStep + "1}\n");
+  const std::string whole = contents(path);
+  rlimit before{};
+  ASSERT_EQ(getrlimit(RLIMIT_FSIZE, &before), 0);
+  const rlimit small{whole.size() + 5, before.rlim_max};
+  ASSERT_EQ(setrlimit(RLIMIT_FSIZE, &small), 0);
+  file.append(kStep + "2}\n");
+  ASSERT_EQ(setrlimit(RLIMIT_FSIZE, &before), 0);
+  EXPECT_EQ(contents(path), whole + kStep.substr(0, 5)) << "another may have written behind it since";
 }
 
 }  // namespace

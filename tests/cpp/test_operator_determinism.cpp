@@ -1,5 +1,6 @@
 // Same inputs, same kernel: same bits. For any number of threads, on repetition, and whatever ran before.
 #include <gtest/gtest.h>
+#include <xmmintrin.h>
 
 #ifdef _OPENMP
 #include <omp.h>
@@ -8,6 +9,7 @@
 #include <string>
 
 #include "compare.hpp"
+#include "environment.hpp"
 #include "step.hpp"
 
 namespace sft_test {
@@ -109,6 +111,27 @@ TYPED_TEST(OperatorDeterminism, WhateverRanBefore) {
     expect_same_bits(want, got);
     expect_same_bits(step_alone<TypeParam>(other), between);
   }
+}
+
+// A caller who hunts denormals, overflows and invalid operations (feenableexcept), from the copy of x to the dump.
+TYPED_TEST(OperatorDeterminism, WhateverTrapsAreOpen) {
+  constexpr unsigned kTraps = 0x1F80, kFlags = 0x3F;  // of MXCSR; a trap is masked where its bit is set
+  const Problem random = random_problem(kCasesOfThreads[1], kWide, kWeightDType<TypeParam>);
+  reference::Batch batch = random.batch();
+  batch.x[0] = 1e-40;
+  const Problem problem(kWide, kWeightDType<TypeParam>, random.layer(), batch);
+  const Outputs want = step_alone<TypeParam>(problem);
+  const Variable form("AMX_SFT_MOE_TIMER", "json"),
+      file("AMX_SFT_MOE_TIMER_FILE", fresh_file("traps").string());
+  Moe<TypeParam> moe = make_moe<TypeParam>(problem);
+  const Outputs got(problem);
+  const unsigned before = _mm_getcsr();
+  _mm_setcsr(before & ~kTraps);
+  run_step(moe, problem, got);
+  const unsigned after = _mm_getcsr();
+  _mm_setcsr(before);
+  expect_same_bits(want, got);
+  EXPECT_EQ(after & ~kFlags, before & ~kTraps & ~kFlags) << "the caller's are his again";
 }
 
 }  // namespace

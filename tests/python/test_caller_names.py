@@ -3,7 +3,9 @@ the C++ library names it."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -37,6 +39,13 @@ def together(layer: Layer) -> dict[str, dict[str, torch.Tensor]]:
         "base": base | {"down_proj": layer.down_proj, "down_bias": biases["down_bias"]},
         "lora": lora | {name: factors[name] for name in ("down_lora_a", "down_lora_b")},
     }
+
+
+def as_lists(layer: Layer) -> dict[str, dict[str, Any]]:
+    """The same as :func:`apart`, base weights as one matrix per expert."""
+    found: dict[str, dict[str, Any]] = dict(apart(layer))
+    found["base"] = {n: t if n.endswith("_bias") else list(t) for n, t in found["base"].items()}
+    return found
 
 
 def operator(layer: Layer, form: Callable) -> tuple[SftMoe, dict[str, torch.Tensor]]:
@@ -99,3 +108,35 @@ def test_scale() -> None:
     layer = make_layer(SIZES)
     op, _ = operator(layer, apart)
     assert refusal(op, layer, scale=float("inf")).startswith("scale: expected a finite number, got inf")
+
+
+@pytest.mark.parametrize("form", [apart, together, as_lists])
+def test_base_weights_whose_rows_overlap(form: Callable) -> None:
+    layer = make_layer(SIZES, biases=True)
+    base = form(layer)["base"]
+    op, good = SIZES.operator(), dict(base)
+    for name, weight in base.items():
+        if name.endswith("_bias"):
+            continue
+        rows = (
+            weight[0][:1].expand(weight[0].shape)
+            if isinstance(weight, list)
+            else weight[:, :1].expand(weight.shape)
+        )
+        bad = [rows, *weight[1:]] if isinstance(weight, list) else rows
+        where = re.escape(f"{name}[0]" if isinstance(weight, list) else name)
+        cols = rows.shape[-1]
+        with pytest.raises(
+            ArgumentError, match=rf"^{where}: expected rows at least {cols} elements apart, got stride 0$"
+        ):
+            op.set_base(**(base | {name: bad}))
+    op.set_base(**good)
+
+
+def test_base_weights_upside_down() -> None:
+    layer = make_layer(SIZES, dtype=torch.float32)
+    base = {name: weight.numpy() for name, weight in apart(layer)["base"].items()}
+    with pytest.raises(
+        ArgumentError, match=r"^down_proj: expected rows at least \d+ elements apart, got stride -"
+    ):
+        SIZES.operator().set_base(**(base | {"down_proj": base["down_proj"][:, ::-1]}))

@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 
 import amx_sft_moe
+from amx_sft_moe import ArgumentError, KernelError
 from amx_sft_moe.__main__ import main
 from amx_sft_moe.nn import ExpertWeights
 from amx_sft_moe.system.files import without_home
@@ -213,3 +214,21 @@ def test_names() -> None:
     with pytest.raises(AttributeError, match="no attribute 'missing'"):
         _ = amx_sft_moe.missing
     assert (Path(amx_sft_moe.__file__).parent / "py.typed").is_file()
+
+
+def test_values_of_the_environment_that_are_no_text(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    monkeypatch.setenv("AMX_SFT_MOE_KERNEL", os.fsdecode(b"\xff"))
+    with pytest.raises(KernelError, match=r"got \\xff"):
+        SIZES.operator()
+    found = amx_sft_moe.info()
+    assert found["auto_kernel"]["bfloat16"].startswith("none: ")
+    assert main(["info"]) == 0
+    assert "\\xff" in capsys.readouterr().out
+    monkeypatch.delenv("AMX_SFT_MOE_KERNEL")
+    monkeypatch.setenv("AMX_SFT_MOE_TIMER", "json")
+    monkeypatch.setenv("AMX_SFT_MOE_TIMER_FILE", f"{tmp_path}/none/{os.fsdecode(bytes([0xE9]))}")
+    layer = make_layer(SIZES)
+    with pytest.raises(ArgumentError, match=r"^AMX_SFT_MOE_TIMER_FILE: .* got .*/none/\\xe9$"):
+        SIZES.operator().set_base(layer.gate_proj, layer.up_proj, layer.down_proj)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import errno
 import io
 import json
 import os
@@ -345,6 +346,41 @@ class TestProcess:
         out = capsys.readouterr().out
         assert "nvtx_pushpop_sum" in out
         assert "waiting_sum" in out
+
+
+class TestFilesThatAreThere:
+    @pytest.mark.parametrize("further", [[], ["another"]])
+    def test_a_page_takes_no_recordings_place(self, capsys, path, further):
+        before = path.read_bytes()
+        status, _, err = run(capsys, "--html", path, *(further or [path]))
+        assert status == 1
+        assert err == f"error: --html {path}: expected a page to be made there, got a file that is no page\n"
+        assert path.read_bytes() == before
+
+    def test_pages_and_empty_files_are_replaced(self, capsys, path, tmp_path):
+        target = tmp_path / "page.html"
+        target.touch()
+        for _ in range(2):
+            assert run(capsys, path, "--html", target)[0] == 0
+            assert target.read_text().startswith("<!DOCTYPE html>")
+
+    def test_reports_that_cannot_be_written_leave_the_old_ones(self, capsys, path, tmp_path, monkeypatch):
+        arguments = (path, "-r", "phase_sum", "-f", "csv", "-o", tmp_path / "out")
+        assert run(capsys, *arguments)[0] == 0
+        before = {file: file.read_bytes() for file in tmp_path.iterdir()}
+
+        def write(report, form, unit, rows, stream):
+            stream.write("half a table")
+            stream.flush()
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+        monkeypatch.setattr(cli, "write", write)
+        status, _, err = run(capsys, *arguments)
+        assert (status, err) == (
+            1,
+            f"error: cannot write {tmp_path / 'out_phase_sum.csv'}: No space left on device\n",
+        )
+        assert {file: file.read_bytes() for file in tmp_path.iterdir()} == before
 
 
 def test_a_trace_through_the_command(capsys, tmp_path):

@@ -16,6 +16,7 @@
 #include <memory>
 #include <utility>
 
+#include "amx_sft_moe/core/float_mode.hpp"
 #include "amx_sft_moe/moe/backward.hpp"
 #include "amx_sft_moe/operator/in_use.hpp"
 #include "amx_sft_moe/operator/saved_stack.hpp"
@@ -74,7 +75,7 @@ class AMX_SFT_MOE {
   // the overload below, whose caller keeps x.
   void forward_sft(const Routing& routing, const AnyConstMatrix& x, const AnyMatrix& y,
                    bool save_for_backward = true) {
-    const InUse own = own_use(), shared = workspace_use();
+    const Call call = begin_call();
     check_forward(routing, x, y);
     if (!save_for_backward) return run_forward(routing, x, y, {});
     SavedForward<Stored>& entry = stack_.next();
@@ -88,7 +89,7 @@ class AMX_SFT_MOE {
   // pushed; x, which backward needs too, is the caller's to keep.
   void forward_sft(const Routing& routing, const AnyConstMatrix& x, const AnyMatrix& y,
                    const SavedActivations<Stored>& saved) {
-    const InUse own = own_use(), shared = workspace_use();
+    const Call call = begin_call();
     check_forward(routing, x, y);
     run_forward(routing, x, y, saved, /*check_saved=*/true);
   }
@@ -96,7 +97,7 @@ class AMX_SFT_MOE {
   // Gradients of the last forward that waits on the stack. Its entry is popped when the call succeeds. grads.x may be
   // grad_y itself, or x; gradients of parameters have memory of their own, and grads.routing_weights none of grads.x.
   void backward(const AnyConstMatrix& grad_y, const Gradients& grads) {
-    const InUse own = own_use(), shared = workspace_use();
+    const Call call = begin_call();
     const SavedForward<Stored>& entry = stack_.top();
     entry.require_ranks(lora_);
     run_backward(entry.routing(), entry.x(), entry.activations(), grad_y, grads);
@@ -106,7 +107,7 @@ class AMX_SFT_MOE {
   // The same for a forward whose inputs and activations the caller kept.
   void backward(const Routing& routing, const AnyConstMatrix& x, const SavedActivations<Stored>& saved,
                 const AnyConstMatrix& grad_y, const Gradients& grads) {
-    const InUse own = own_use(), shared = workspace_use();
+    const Call call = begin_call();
     validate::routing(routing, config_);
     validate::matrix("x", x, routing.tokens, config_.hidden_size, validate::Columns::kAdjacent);
     run_backward(routing, x, saved, grad_y, grads);
@@ -159,6 +160,15 @@ class AMX_SFT_MOE {
             "workspace: expected one caller at a time, got a call while another layer is using it"};
   }
 
+  // A pass: operator and workspace are one caller's, and nothing traps, before and after its parallel regions neither.
+  struct Call {
+    InUse own, shared;
+    FloatMode::Scope no_traps;
+  };
+  Call begin_call() const {
+    return {own_use(), workspace_use(), FloatMode::Scope(FloatMode::of_this_thread())};
+  }
+
   void check_forward(const Routing& routing, const AnyConstMatrix& x, const AnyMatrix& y) const {
     validate::routing(routing, config_);
     validate::matrix("x", x, routing.tokens, config_.hidden_size, validate::Columns::kAdjacent);
@@ -201,8 +211,9 @@ class AMX_SFT_MOE {
       StepTimer timer(forward_record_, routing.tokens, rows_routed, begin_ns, Phase::kRoute, observer_);
       auto step = begin_step(routing, saved, timer);
       forward_record_.threads = step.threads;
-      forward_record_.work = forward_work(forward_shape(step, routing, config_.num_experts, x, y));
       const moe::ForwardRows<Kernel> rows(step);
+      // Behind what memory refuses: of ranks that none holds the counts would overflow.
+      forward_record_.work = forward_work(forward_shape(step, routing, config_.num_experts, x, y));
       moe::forward_gather(step, rows, x);
       moe::forward_gate_up(step, rows);
       moe::forward_down(step, rows);
@@ -227,9 +238,9 @@ class AMX_SFT_MOE {
       StepTimer timer(backward_record_, routing.tokens, rows_routed, begin_ns, Phase::kD1Scatter, observer_);
       auto step = begin_step(routing, saved, timer);
       backward_record_.threads = step.threads;
+      const moe::BackwardRows<Kernel> rows(step, grads);
       backward_record_.work =
           backward_work(backward_shape(step, routing, config_.num_experts, x, grad_y, grads));
-      const moe::BackwardRows<Kernel> rows(step, grads);
       moe::backward_scatter(step, rows, grad_y);
       moe::backward_down(step, rows, grads);
       moe::backward_activation(step, rows);

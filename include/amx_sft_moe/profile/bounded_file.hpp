@@ -55,7 +55,7 @@ class BoundedFile {
   }
 
   // One write() under the file's lock. A record that cannot be written whole is not written at all, but for the
-  // beginning of one that a pipe's reader does not take.
+  // beginning of one that a pipe's reader does not take, or that met a full disk where files cannot be locked.
   void append(std::string_view record) {
     const int file = open_file();
     if (file < 0) return;
@@ -91,7 +91,7 @@ class BoundedFile {
     if (last.begin() < size) head = "\n";  // behind the line of whoever else
     const std::int64_t left = limit_ - size - length(head);
     const bool fits = left >= length(record) + length(end_);
-    if (fits && head.empty()) return write_whole(file, size, record);
+    if (fits && head.empty()) return write_whole(file, size, record, locked);
     std::string text(head);
     if (fits) {
       text += record;
@@ -99,12 +99,13 @@ class BoundedFile {
       if (left < length(end_)) return;  // the limit was lowered, or is none
       text.append(static_cast<std::size_t>(left - length(end_)), ' ').append(end_);
     }
-    write_whole(file, size, text);
+    write_whole(file, size, text, locked);
   }
-  static void write_whole(int file, std::int64_t size, std::string_view text) {
+  static void write_whole(int file, std::int64_t size, std::string_view text, bool locked) {
     const WriteSignalsHeldBack held_back;
     if (::write(file, text.data(), text.size()) == length(text)) return;
     held_back.forget();
+    if (!locked) return;  // behind `size` may be what another has written since
     [[maybe_unused]] const int restored = ::ftruncate(file, size);
   }
   static std::int64_t length(std::string_view text) { return static_cast<std::int64_t>(text.size()); }

@@ -26,7 +26,7 @@ struct TraceLane {
   // The team's numbers for the process' main thread. Other callers have teams of their own, at the same time
   // maybe, and get tracks of their own.
   static TraceLane of_caller() {
-    constexpr std::int64_t kMostThreads = 1000;
+    constexpr std::int64_t kMostThreads = 1000;  // with tracks of their own; readers know it
     const std::int64_t pid = ::getpid();
     const std::int64_t tid = ::syscall(SYS_gettid);
     return {pid, tid == pid ? 0 : tid * kMostThreads};

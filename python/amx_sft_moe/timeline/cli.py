@@ -7,7 +7,6 @@ import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from io import TextIOWrapper
 from pathlib import Path
 from typing import IO
 
@@ -219,12 +218,13 @@ def _reports(timeline: Timeline, options: argparse.Namespace) -> list[Report]:
     return [report for report in made if len(report.table)]
 
 
-def _write_file(path: Path, content: bytes) -> None:
-    """A whole file or none."""
+@contextmanager
+def _in_place_of(path: Path) -> Iterator[Path]:
+    """Where to write what takes the place of `path` when it is whole, or not at all."""
     partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        partial.write_bytes(content)
+        yield partial
         partial.replace(path)
     except OSError as error:
         raise TimelineError(f"cannot write {path}: {error.strerror or error}") from error
@@ -241,12 +241,8 @@ def _write_reports(reports: Sequence[Report], options: argparse.Namespace, out: 
             continue
         suffix = "txt" if options.format == "column" else options.format
         path = Path(f"{options.output}_{report.name}.{suffix}")
-        try:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            with path.open("w", encoding="utf-8", newline="") as stream:
-                write(report, options.format, unit, options.rows, stream)
-        except OSError as error:
-            raise TimelineError(f"cannot write {path}: {error.strerror or error}") from error
+        with _in_place_of(path) as partial, partial.open("w", encoding="utf-8", newline="") as stream:
+            write(report, options.format, unit, options.rows, stream)
 
 
 def _pictures(
@@ -279,7 +275,8 @@ def _write_pictures(
     if options.png is not None:
         for name, _, figure, missing in pictures:
             if figure is not None:
-                _write_file(options.png / f"{name}.png", png(figure))
+                with _in_place_of(options.png / f"{name}.png") as partial:
+                    partial.write_bytes(png(figure))
             else:
                 sys.stderr.write(f"{name}: {missing}\n")
     if options.html is not None:
@@ -290,10 +287,24 @@ def _write_pictures(
         content = page(
             title, first, [part[1:] for part in pictures], rest, timeline.notes, options.timeunit or "ms"
         )
-        _write_file(options.html, content.encode("utf-8"))
+        with _in_place_of(options.html) as partial:
+            partial.write_text(content, encoding="utf-8")
+
+
+def _require_page(path: Path) -> None:
+    """Refuses to put a page in the place of a file that is none, such as a recording: `--html steps.jsonl`."""
+    from .html import DOCTYPE
+
+    if path.is_file() and path.stat().st_size:
+        with path.open("rb") as stream:
+            begin = stream.read(len(DOCTYPE))
+        if begin.lower() != DOCTYPE.lower().encode():
+            raise TimelineError(f"--html {path}: expected a page to be made there, got a file that is no page")
 
 
 def _run(options: argparse.Namespace, out: IO[str]) -> int:
+    if options.html is not None:
+        _require_page(options.html)
     comparison = None
     if options.compare:
         before, timeline = (_load([path], options) for path in options.compare)
@@ -325,8 +336,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     options = parser.parse_args(argv)
     if bool(options.files) == bool(options.compare):
         parser.error("give FILEs, or --compare BEFORE AFTER")
-    if isinstance(sys.stdout, TextIOWrapper):  # names have characters that its encoding may lack
-        sys.stdout.reconfigure(errors="backslashreplace")
     try:
         return printing(lambda: _run(options, sys.stdout))
     except TimelineError as error:

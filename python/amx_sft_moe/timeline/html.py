@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     import pandas as pd
     from matplotlib.figure import Figure
 
+DOCTYPE = "<!DOCTYPE html>"
 MOST_ROWS = 200
 _LONGEST_CELL = 120
 _STYLE = """
@@ -94,7 +95,7 @@ def page(
         unit: of times in the tables.
     """
     parts = [
-        "<!DOCTYPE html>\n<html lang=en>\n<head>\n<meta charset=utf-8>\n",
+        f"{DOCTYPE}\n<html lang=en>\n<head>\n<meta charset=utf-8>\n",
         "<meta name=viewport content='width=device-width, initial-scale=1'>\n",
         f"<title>{html.escape(title)}</title>\n<style>{_STYLE}</style>\n</head>\n<body>\n<h1>{html.escape(title)}</h1>\n",
     ]
