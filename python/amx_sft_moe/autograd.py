@@ -67,13 +67,20 @@ class LoraFactors:
         for number, factor in enumerate(self.factors):
             require_tensor(f"LoraFactors: factors[{number}]", factor)
         if not torch.compiler.is_compiling():  # where a number may be a symbol; the operator asks too
-            for number, value in enumerate(self.scaling):
-                as_finite(f"LoraFactors: scaling[{number}]", value)
+            # Copied: what a caller does to the list afterwards is not for this layer's backward.
+            object.__setattr__(self, "scaling", tuple(map(_number, range(3), self.scaling)))
         if self.shared_a and (self.factors[_UP_A] is not None or self.factors[_UP_B] is not None):
             raise ArgumentError(
                 "LoraFactors: factors[2], factors[3]: expected None, as the first two are of gate and up with "
                 "shared_a, got tensors"
             )
+
+
+def _number(index: int, value: Any) -> float:
+    name = f"LoraFactors: scaling[{index}]"
+    if isinstance(value, torch.Tensor):  # whose gradient nobody would get
+        raise TypeError(f"{name}: expected a number, got a Tensor")
+    return as_finite(name, value)
 
 
 _NO_LORA = LoraFactors()

@@ -114,6 +114,8 @@ class _ThreadState(threading.local):
             weakref.WeakKeyDictionary()
         )
         self.collects_times = False
+        # Sums of operators that went while times were collected: those of memory that moves (FSDP).
+        self.times_of_gone: list[tuple[dict[str, Any], dict[str, Any]]] = []
         self.scratch: Scratch | None = None
 
 
@@ -134,16 +136,35 @@ def thread_scratch() -> Iterator[Scratch]:
 def collect_times(wanted: bool) -> None:
     """Whether the calling thread's operators, those of today and those made later, add up what
     :func:`take_times` returns."""
-    _of_this_thread.collects_times = wanted
-    for made, *_ in _of_this_thread.operators.values():
+    state = _of_this_thread
+    state.collects_times = wanted
+    state.times_of_gone.clear()
+    for experts, (made, *_) in state.operators.items():
         made.collect_totals(wanted)
+        if wanted:
+            _keep_times(experts, made)
 
 
 def take_times() -> list[tuple[dict[str, Any], dict[str, Any]]]:
     """For each operator of the calling thread the sums over its forwards and over its backwards since the last
     call: ``passes``, ``tokens``, ``total_ms``, ``busy_ms``, ``waiting_ms``, and by name ``groups`` and
     ``phases`` (ms), ``flop`` and ``bytes``."""
-    return [made.take_totals() for made, *_ in _of_this_thread.operators.values()]
+    state = _of_this_thread
+    of_gone = state.times_of_gone[:]
+    state.times_of_gone.clear()
+    return of_gone + [made.take_totals() for made, *_ in state.operators.values()]
+
+
+def _keep_times(experts: ExpertWeights, made: _core.SftMoe) -> None:
+    """Has :func:`take_times` return what is not taken yet when ``experts`` goes, and its operator with it."""
+    gone = _of_this_thread.times_of_gone
+
+    def keep() -> None:
+        totals = made.take_totals()
+        if any(of_passes["passes"] for of_passes in totals):
+            gone.append(totals)
+
+    weakref.finalize(experts, keep).atexit = False
 
 
 class ExpertWeights:
@@ -279,6 +300,8 @@ class ExpertWeights:
         if made is None:
             made = _core.SftMoe(**self._options, workspace=state.workspace)
             made.collect_totals(state.collects_times)
+            if state.collects_times:
+                _keep_times(self, made)
         made.name = self._name
         weights = self._weights
         made.set_base(

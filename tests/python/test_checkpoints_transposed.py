@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import re
@@ -51,6 +52,15 @@ def cache(folder: Path) -> Path:
     """Where the files of the one state that was loaded are."""
     (found,) = (folder / transposed.FOLDER).iterdir()
     return found
+
+
+def test_a_folder_whose_files_cannot_be_locked(folder, monkeypatch):
+    def refuse(*_):
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr(transposed.fcntl, "flock", refuse)
+    with pytest.raises(ArgumentError, match=r"^cache_dir: .*files can be locked.* got .*No locks available$"):
+        load(folder)
 
 
 def test_parameters_are_views_of_the_converted_files(folder):

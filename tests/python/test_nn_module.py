@@ -16,7 +16,7 @@ from torch import nn
 
 import amx_sft_moe
 from amx_sft_moe import ArgumentError
-from amx_sft_moe.nn import SftMoeExperts, sft_moe
+from amx_sft_moe.nn import ExpertWeights, LoraFactors, SftMoeExperts, sft_moe
 from cases import Sizes
 from reference import FACTORS, Layer, assert_close, gradients, make_layer
 
@@ -375,3 +375,22 @@ def test_nested_inputs_are_refused_by_name(layout: torch.layout) -> None:
     for call in (experts, lambda *inputs: sft_moe(experts.experts(), *inputs)):
         with pytest.raises(ArgumentError, match=r"^x: expected one tensor, got a nested one"):
             call(x, layer.expert_ids, layer.routing_weights)
+
+
+def test_scalings_are_those_of_the_call() -> None:
+    """A list that changes between forward and backward."""
+    layer = make_layer(SIZES, dtype=torch.float32)
+    weights = {name: getattr(layer, name) for name in ("gate_proj", "up_proj", "down_proj")}
+    experts = ExpertWeights(top_k=layer.expert_ids.shape[1], **weights)
+    found = []
+    for later in (2.0, 0.5):
+        x = layer.x.clone().requires_grad_()
+        scaling: Any = [1.0, 1.0, 2.0]
+        lora = LoraFactors(tuple(layer.factors[name] for name in FACTORS), scaling=scaling)
+        y = sft_moe(experts, x, layer.expert_ids, layer.routing_weights, lora)
+        scaling[2] = later
+        y.backward(layer.grad_y)
+        found.append(x.grad)
+    assert torch.equal(*found)
+    with pytest.raises(TypeError, match=r"^LoraFactors: scaling\[2\]: expected a number, got a Tensor$"):
+        LoraFactors(scaling=(1.0, 1.0, torch.tensor(2.0, requires_grad=True)))  # type: ignore[arg-type]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import signal
 import sys
@@ -189,6 +190,23 @@ def test_totals_of_a_threads_operators() -> None:
     assert not [totals for totals in take_times() if totals[0]["passes"]]
 
 
+def test_totals_of_operators_that_are_gone() -> None:
+    """As where each forward meets new memory: FSDP's gathered weights."""
+    collect_times(True)
+    try:
+        take_times()
+        for _ in range(3):
+            experts, layer = module()
+            experts(layer.x, layer.expert_ids, layer.routing_weights).sum().backward()
+            del experts
+        gc.collect()
+        found = [[of_passes["passes"] for of_passes in totals] for totals in take_times()]
+        assert sum(forward for forward, _ in found) == sum(backward for _, backward in found) == 3
+        assert not [totals for totals in take_times() if totals[0]["passes"]], "taken"
+    finally:
+        collect_times(False)
+
+
 class Reporter(TrainerCallback):
     """Stands for TensorBoard's callback: keeps what it is told."""
 
@@ -241,6 +259,18 @@ def test_the_trainers_logs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
         next(entry for entry in job.state.log_history if "loss" in entry).items()
         >= {name: value for name, value in logs[0].items() if name.startswith("amx_sft_moe/")}.items()
     )
+
+
+def test_a_reporter_behind_the_printer(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    before, after = Reporter(), Reporter()
+    job = trainer(tmp_path, before)
+    job.add_callback(after)
+    log_phase_times(job)
+    job.train()
+    assert "amx_sft_moe" not in capsys.readouterr().out
+    told = [[entry for entry in reporter.logs if "loss" in entry] for reporter in (before, after)]
+    assert told[0] == told[1]
+    assert all("amx_sft_moe/forward_ms" in entry for entry in told[1])
 
 
 def test_only_groups_where_phases_are_not_wanted(tmp_path: Path) -> None:

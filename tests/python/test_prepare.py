@@ -415,6 +415,25 @@ def test_gradient_checkpointing_keeps_one_layer() -> None:
     assert found["inputs of the checkpointed layers"] >= LAYERS * 2048 * H * 4
 
 
+class Own(nn.Module):
+    """A module of one's own around the function, with names of one's own."""
+
+    def __init__(self, *further: str) -> None:
+        super().__init__()
+        self.gate_up_proj = nn.Parameter(torch.zeros(4, 2 * INNER, H), requires_grad=False)
+        self.down_proj = nn.Parameter(torch.zeros(4, H, INNER), requires_grad=False)
+        for name, shape in (("gate_lora_a", (4, 3, H)), ("gate_lora_b", (4, INNER, 3))):
+            setattr(self, name, nn.Parameter(torch.zeros(shape)))
+        for name in further:
+            setattr(self, name, nn.Parameter(torch.zeros(4, 3, H)))
+
+
+def test_factors_of_a_module_of_one_s_own() -> None:
+    found = prepare(nn.Sequential(Own("w1_lora_a")), top_k=2)
+    names = ("gate_lora_a", "gate_lora_b", "w1_lora_a")
+    assert trained(found) == {f"routed experts: {name}": "full" for name in names}
+
+
 def test_a_model_on_the_meta_device() -> None:
     with torch.device("meta"):
         model = deepseek().to(torch.bfloat16)

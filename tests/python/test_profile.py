@@ -111,6 +111,12 @@ def test_experts_are_cut_to_the_memory() -> None:
     assert experts_that_fit(small, 10**9) == 16
 
 
+@pytest.mark.parametrize(("room", "fits"), [(11, 11), (12, 12), (15, 12), (16, 16), (23, 16), (24, 24)])
+def test_experts_by_eights_but_for_a_token_s_own(room: int, fits: int) -> None:
+    options = Options(shape=dataclasses.replace(SHAPES["qwen3-30b-a3b"], top_k=12))
+    assert experts_that_fit(options, planned_bytes(with_experts(options, room))) == fits
+
+
 def test_experts_give_way_to_the_check() -> None:
     """Its tokens, and one expert in float64, are a part of the plan."""
     fits = [experts_that_fit(Options(check_tokens=tokens), 10**10) for tokens in (1, 1000, 2000, 10**9)]

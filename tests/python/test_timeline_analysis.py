@@ -9,7 +9,7 @@ import pytest
 
 import timelines
 from amx_sft_moe import timeline
-from amx_sft_moe.timeline import TimelineError, analysis, key_figures, strip
+from amx_sft_moe.timeline import TimelineError, analysis, figures, key_figures, strip
 from amx_sft_moe.timeline.comparison import compare
 from amx_sft_moe.timeline.nesting import nest
 from amx_sft_moe.timeline.passes import inside_range, skip_first
@@ -281,6 +281,15 @@ class TestComparison:
         after = nvtx(tmp_path / "b", [("outer", 0, 150, 1), ("inner", 10, 90, 1)], [(0, 9)])
         table = compare(before, after).table.set_index("Phase")
         assert table["Change"].to_dict() == {"inner": 60, "outer": -10, "kernel": 4, "total": 54}
+
+    def test_a_phase_called_total(self, tmp_path):
+        before = self.read(tmp_path / "a", step(phases={"total": 2.0, "D3_gemm": 1.0}))
+        after = self.read(tmp_path / "b", step(phases={"total": 5.0, "D3_gemm": 2.0}))
+        report = compare(before, after)
+        assert report.table["Phase"].tolist() == ["total", "D3_gemm", "total"]
+        assert report.table["Share of change (%)"].tolist() == [75.0, 25.0, 100.0]
+        (panel,) = figures.change(report).axes
+        assert [label.get_text() for label in panel.get_yticklabels()] == ["D3_gemm", "total"]
 
     def test_steps_of_one_side_are_named(self, tmp_path):
         before = self.read(tmp_path / "a", step(), step(kind="backward", begin=10**8))

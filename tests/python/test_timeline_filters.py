@@ -15,6 +15,7 @@ from timelines import (
     global_tid,
     passes_of,
     read_or_message,
+    text_dump,
     write_lines,
     write_nsys,
     write_trace,
@@ -32,6 +33,18 @@ class TestFilters:
         read = timeline.read(path, Filters(name=parse_name("^D3|gemm$")))
         assert set(map(str, read.ranges["name"])) == {"D3_gemm"}
         assert set(map(str, read.phases["phase"])) == {"D3_gemm"}
+
+    @pytest.mark.parametrize("form", ["lines", "dump"])
+    def test_a_name_that_no_phase_has(self, path, form):
+        """What each pass said of its waiting stays, and groups do not become phases."""
+        if form == "dump":
+            path.write_text("".join(map(text_dump, passes_of(5))))
+        whole = timeline.read(path)
+        read = timeline.read(path, Filters(name=parse_name("^forward$")))
+        assert set(map(str, read.ranges["kind"])) == {"step"}
+        assert not len(read.phases)
+        pd.testing.assert_frame_equal(read.waits, whole.waits)
+        pd.testing.assert_frame_equal(read.thread_waits, whole.thread_waits)
 
     def test_thread(self, path):
         read = timeline.read(path, Filters(threads=parse_threads("1-2, 7")))
@@ -105,6 +118,22 @@ class TestFilters:
     def test_threads_that_are_none(self, text):
         with pytest.raises(TimelineError):
             parse_threads(text)
+
+
+class TestLogs:
+    """What was recorded, among the lines of a log, however late it comes."""
+
+    @pytest.mark.parametrize("line", ["step 1 of 9: loss 2.5", "[INFO] begins", "{'loss': 2.5}", "." * 99_999])
+    @pytest.mark.parametrize("form", ["JSON lines", "text dump"])
+    def test_behind_many_lines(self, tmp_path, line, form):
+        path = write_lines(tmp_path / "f", passes_of(2))
+        if form == "text dump":
+            path.write_text("".join(map(text_dump, passes_of(2))))
+        recorded, alone = path.read_bytes(), timeline.read(path)
+        path.write_bytes((line + "\n").encode() * (200_000 // len(line)) + recorded)
+        read = timeline.read(path)
+        assert read.sources[0].form == form
+        pd.testing.assert_frame_equal(read.phases, alone.phases)
 
 
 class TestForeignFiles:

@@ -237,3 +237,18 @@ class TestPage:
         content = page("t", [Report("r", "R", table)], [], [], [])
         assert content.count("<tr>") == 201
         assert "800 more rows" in content
+
+
+@pytest.mark.filterwarnings("error")
+def test_short_passes_with_times_since_1970(tmp_path):
+    """Nanoseconds that a float no longer tells apart."""
+    from matplotlib.image import AxesImage
+
+    read = timeline.read(write_lines(tmp_path / "f", timelines.records(3, 2, length_ms=0.2)))
+    images = []
+    for shift in (0, 1_790_000_000 * 10**9):
+        for table in (read.ranges, read.passes):
+            table[["begin_ns", "end_ns"]] += shift
+        images.append([image.get_array() for image in figures.strip(read).findobj(AxesImage)])
+    assert len(images[0]) == 2
+    assert all((now == later).all() for now, later in zip(*images, strict=True))

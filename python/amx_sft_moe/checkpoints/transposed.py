@@ -109,7 +109,7 @@ def converted(
         progress: whether a bar on standard error shows the bytes written.
 
     Raises:
-        ArgumentError: too little space, or a folder that cannot be written; the message names it.
+        ArgumentError: too little space, or a folder that cannot be written or locked; the message names it.
     """
     names_in: dict[Path, list[str]] = {}
     for name in sorted(name for one in conversions for name in one.sources):
@@ -200,7 +200,13 @@ def _locked(folder: Path) -> Iterator[None]:
             f"{folder}: {error.strerror}"
         ) from error
     with lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+        except OSError as error:  # some network file systems
+            raise ArgumentError(
+                "cache_dir: expected a folder whose files can be locked, such as one on a local disk, for "
+                f"experts in the operator's layout, got {folder}: {error.strerror}"
+            ) from error
         yield
 
 

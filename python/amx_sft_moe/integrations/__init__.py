@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import sys
 from typing import Any
 
 from amx_sft_moe.sft_moe import SftMoe
@@ -48,6 +49,12 @@ def register(
         from amx_sft_moe.integrations import peft_lora
 
         peft_lora.install(experts_hook.is_ours)
+
+
+def hook_in_use() -> Any:
+    """The module of the hook where :func:`register` was called; ``None``: no experts run through it yet. Who
+    only asks about experts needs no transformers then."""
+    return sys.modules.get(f"{__name__}.experts_hook")
 
 
 # Imported when they are first asked for: they need transformers.

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import importlib.util
 import re
 from collections import Counter
-from typing import Any
 
 from torch import nn
 
+from amx_sft_moe.integrations import hook_in_use
 from amx_sft_moe.nn import SftMoeExperts
 
 # "base_model.model.model.layers.3.mlp.experts" is known to everyone as layers.3.
@@ -18,15 +17,6 @@ _LAYER = re.compile(r"(?:^|\.)(\w+\.\d+)(?=\.|$)")
 def _short(path: str) -> str:
     found = _LAYER.findall(path)
     return found[-1] if found else path
-
-
-def _hook() -> Any:
-    # Models of this package's own modules need no transformers.
-    if importlib.util.find_spec("transformers") is None:
-        return None
-    from amx_sft_moe.integrations import experts_hook
-
-    return experts_hook
 
 
 def name_layers(model: nn.Module) -> dict[str, str]:
@@ -39,7 +29,7 @@ def name_layers(model: nn.Module) -> dict[str, str]:
     Returns:
         Path of the module to its name.
     """
-    hook = _hook()
+    hook = hook_in_use()
     paths = {
         path: module
         for path, module in model.named_modules()

@@ -121,7 +121,10 @@ class PhaseTimesCallback(TrainerCallback):
 
 
 class _NotPrinted(TrainerCallback):
-    """Takes the times out again before the Trainer prints its logs: thirty numbers a line help nobody."""
+    """Takes the times out before the Trainer prints its logs: thirty numbers a line help nobody."""
+
+    def __init__(self) -> None:
+        self.taken: dict[str, float] = {}
 
     def on_log(
         self,
@@ -132,8 +135,28 @@ class _NotPrinted(TrainerCallback):
         **kwargs: Any,
     ) -> None:
         if logs is not None:
-            for name in [name for name in logs if name.startswith(PREFIX)]:
-                del logs[name]
+            self.taken = {name: logs.pop(name) for name in list(logs) if name.startswith(PREFIX)}
+
+
+class _PutBack(TrainerCallback):
+    """Puts them in again, for reporters that were added behind the printer."""
+
+    def __init__(self, not_printed: _NotPrinted) -> None:
+        self._not_printed = not_printed
+
+    def on_log(
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        logs: dict[str, float] | None = None,
+        **kwargs: Any,
+    ) -> None:
+        if logs is not None:
+            logs.update(self._not_printed.taken)
+
+
+_OWN = (PhaseTimesCallback, _NotPrinted, _PutBack)
 
 
 def log_phase_times(trainer: Trainer, *, phases: bool = True) -> PhaseTimesCallback:
@@ -146,9 +169,11 @@ def log_phase_times(trainer: Trainer, *, phases: bool = True) -> PhaseTimesCallb
     """
     callback = PhaseTimesCallback(phases)
     callbacks = trainer.callback_handler.callbacks
-    callbacks[:] = [one for one in callbacks if not isinstance(one, (PhaseTimesCallback, _NotPrinted))]
+    callbacks[:] = [one for one in callbacks if not isinstance(one, _OWN)]
     callbacks.insert(0, callback)
     printers = [n for n, one in enumerate(callbacks) if isinstance(one, (PrinterCallback, ProgressCallback))]
     if printers:
-        callbacks.insert(printers[0], _NotPrinted())
+        not_printed = _NotPrinted()
+        callbacks.insert(printers[-1] + 1, _PutBack(not_printed))
+        callbacks.insert(printers[0], not_printed)
     return callback

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from amx_sft_moe.errors import ArgumentError
-from amx_sft_moe.integrations import experts_hook
+from amx_sft_moe.integrations import hook_in_use
 from amx_sft_moe.integrations.trained_parts import is_within, routed_experts, unwrapped
 from amx_sft_moe.nn import SftMoeExperts
 
@@ -63,13 +63,15 @@ def keep_experts_on_cpu(model: nn.Module) -> None:
 def _why_elsewhere(module: nn.Module) -> str | None:
     if isinstance(module, SftMoeExperts):
         return None
-    if not experts_hook.is_ours(module):
+    hook = hook_in_use()
+    if hook is None or not hook.is_ours(module):
         config = getattr(module, "config", None)
         return (
             "expected experts_implementation='amx_sft_moe', or another name given to register(), got "
             f"{type(module).__name__} with {getattr(config, '_experts_implementation', None)!r}"
         )
-    return experts_hook.why_not(module)
+    why: str | None = hook.why_not(module)
+    return why
 
 
 def _come_back(tensor: torch.Tensor) -> torch.Tensor:

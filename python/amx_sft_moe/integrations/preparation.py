@@ -11,7 +11,7 @@ from torch import nn
 
 from amx_sft_moe.arguments import as_int
 from amx_sft_moe.errors import ArgumentError
-from amx_sft_moe.integrations import experts_hook, training_memory
+from amx_sft_moe.integrations import hook_in_use, training_memory
 from amx_sft_moe.integrations.trained_parts import (
     DENSE,
     EMBEDDINGS,
@@ -314,8 +314,8 @@ def _notes(experts: list[RoutedExperts], parts: list[Part]) -> Iterable[str]:
             'call register() and model.set_experts_implementation("amx_sft_moe"); their activations are '
             "estimated as if they did"
         )
-    refused = [(one, experts_hook.why_not(one.module)) for one in layers if one.fused and _runs_here(one)]
-    refused = [(one, why) for one, why in refused if why and not isinstance(one.module, SftMoeExperts)]
+    hooked = [(one, hook_in_use()) for one in layers if _runs_through_hook(one)]
+    refused = [(one, why) for one, hook in hooked if (why := hook.why_not(one.module))]
     if refused:
         yield (
             f"the experts of {len(refused)} layers ({refused[0][0].name}, ...) will run through transformers' "
@@ -332,7 +332,12 @@ def _with_their_halves(targets: set[str]) -> set[str]:
 
 
 def _runs_here(experts: RoutedExperts) -> bool:
-    return isinstance(experts.module, SftMoeExperts) or (experts.fused and experts_hook.is_ours(experts.module))
+    return isinstance(experts.module, SftMoeExperts) or _runs_through_hook(experts)
+
+
+def _runs_through_hook(experts: RoutedExperts) -> bool:
+    hook = hook_in_use()
+    return hook is not None and experts.fused and bool(hook.is_ours(experts.module))
 
 
 def _name(model: nn.Module) -> str:

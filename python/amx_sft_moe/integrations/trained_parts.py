@@ -16,6 +16,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from amx_sft_moe.nn import SftMoeExperts
+
 ROUTED = "routed experts"
 SHARED = "shared experts"
 ROUTER = "router"
@@ -118,8 +120,9 @@ def lora_ranks(experts: RoutedExperts, model: nn.Module) -> LoraOfExperts:
     """Summed ranks of the active adapters of fused experts; gate and up each have that of ``gate_up_proj``."""
     ranks = dict.fromkeys(("gate", "up", "gate_up", "down"), 0)
     for name, parameter in experts.module._parameters.items():
-        if parameter is not None and name.endswith("_lora_a"):
-            ranks[name.removesuffix("_lora_a")] += parameter.shape[1]
+        projection = name.removesuffix("_lora_a")
+        if parameter is not None and projection in ranks and projection != name:
+            ranks[projection] += parameter.shape[1]
     for wrapper, applied in _applied_adapters(experts, model):
         target = wrapper.parameter_name.removesuffix("_proj")
         ranks[target] = sum(wrapper.r[adapter] for adapter in applied)
@@ -212,8 +215,8 @@ def _target(name: str, modules: dict[str, nn.Module]) -> tuple[str, str]:
         target = getattr(layer, "parameter_name", None) or _leaf(unwrapped(lora["layer"]))
         how = f"LoRA r={layer.r[adapter]}, scaling {layer.scaling[adapter]:.4g}"
         return target, how if adapter == "default" else f"{how} ({adapter})"
-    if lora := _OUR_LORA.match(_leaf(plain)):
-        layer = modules[name.rpartition(".")[0]]
+    layer = modules.get(_module_of(name))
+    if (lora := _OUR_LORA.match(_leaf(plain))) and isinstance(layer, SftMoeExperts):
         scaling = 1.0 if layer.lora_alpha is None else layer.lora_alpha / layer.lora_rank
         return f"{lora['target']}_proj", f"LoRA r={layer.lora_rank}, scaling {scaling:.4g}"
     if expert := _NUMBERED_EXPERT.match(plain):

@@ -60,7 +60,8 @@ def with_experts(options: Options, experts: int) -> Options:
 
 
 def experts_that_fit(options: Options, memory: int) -> int:
-    """How many of the layer's experts `memory` bytes hold: all, or fewer, by eights where there are as many.
+    """How many of the layer's experts `memory` bytes hold: all, or fewer, by eights where a token needs no
+    more.
 
     Less than top_k, down to 0, means that the layer does not fit.
     """
@@ -68,4 +69,5 @@ def experts_that_fit(options: Options, memory: int) -> int:
     fit = bisect_right(
         range(1, wanted + 1), memory, key=lambda experts: planned_bytes(with_experts(options, experts))
     )
-    return fit if fit == wanted or fit < 8 else fit // 8 * 8
+    least = options.shape.top_k
+    return fit if fit == wanted or fit < max(8, least) else max(fit // 8 * 8, least)

@@ -42,7 +42,7 @@ def _self_times(timeline: Timeline) -> pd.Series:
 
 
 def _rows(step: str, before: pd.Series, after: pd.Series) -> pd.DataFrame:
-    """Before, after and change of each phase and of their total, largest change first."""
+    """Before, after and change of each phase, largest change first, and in the last row of their total."""
     table = pandas().DataFrame({"Before": before, "After": after}).fillna(0.0)
     table["Change"] = table["After"] - table["Before"]
     table = table[(table["Before"] != 0) | (table["After"] != 0)]
@@ -51,7 +51,8 @@ def _rows(step: str, before: pd.Series, after: pd.Series) -> pd.DataFrame:
     whole = total["Change"]
     # Where all changes cancel each other a share would mean nothing.
     counts = abs(whole) > 1e-6 * max(abs(total["Before"]), abs(total["After"]))
-    table.loc[TOTAL] = total
+    # Below whatever a phase may be called.
+    table = pandas().concat([table, total.to_frame(TOTAL).T])
     table["Share of change (%)"] = (table["Change"] * 100.0 / whole).round(1) if counts else math.nan
     table["Change (%)"] = (table["Change"] * 100.0 / table["Before"].where(table["Before"] > 0)).round(1)
     table["Step"], table["Phase"] = step, [str(name) for name in table.index]

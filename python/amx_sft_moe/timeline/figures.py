@@ -228,7 +228,8 @@ def roofline(timeline: Timeline) -> Figure | None:
 def change(comparison: Report) -> Figure | None:
     """The change of each phase from before to after, one panel per kind of step."""
     table = comparison.table
-    table = table[(table["Phase"] != "total") & (table["Change"] != 0)]
+    phases = table["Step"].duplicated(keep="last")  # below them is their total
+    table = table[phases & (table["Change"] != 0)]
     kinds = list(dict.fromkeys(table["Step"]))[:_MOST_PANELS]
     if not kinds:
         return None

@@ -25,6 +25,7 @@ _STEP_NAMES = re.compile(r"ProfilerStep#\d+")
 _NUMBER = re.compile(r"#(\d{1,18})$")  # more is no index, but part of a name
 _AMBIGUOUS = "backward_routing_weights"  # a group and its only phase
 _REST = "(in no range)"
+_OWN_SUMS = ("JSON lines", "text dump")  # say themselves what each pass took, whatever becomes of its ranges
 
 
 def derive(
@@ -34,7 +35,7 @@ def derive(
     place.
 
     Args:
-        timeline: as read; its passes and phases are left alone where it has both and `step_range` is not given.
+        timeline: as read; what it says of its passes itself is left alone where `step_range` is not given.
         step_range: names of ranges that are the steps, whatever else the file has.
         threads: whose ranges and waiting are kept; all by default.
 
@@ -46,7 +47,8 @@ def derive(
         _forget_passes(timeline)
         _keep_threads(timeline, threads)  # now: a step is a range of one thread, no matter of a team
     found = known
-    if len(timeline.ranges) and not (known and len(timeline.phases)):
+    told = known and (len(timeline.phases) > 0 or timeline.sources[0].form in _OWN_SUMS)
+    if len(timeline.ranges) and not told:
         found = _work_out(timeline, known, step_range, threads)
     _keep_threads(timeline, threads)
     return found
@@ -77,9 +79,7 @@ def _work_out(
     ranges["kind"] = _resolve_ambiguous(ranges)
     ranges["lane"] = _lanes(ranges, timeline)
     if known:
-        # The phases of lines and text dumps are whole whatever becomes of their ranges.
-        if timeline.sources[0].form == "Chrome trace":
-            timeline.passes = _whole(timeline.passes, timeline)
+        timeline.passes = _whole(timeline.passes, timeline)
         spans, found = _known_spans(ranges, timeline), True
     else:
         spans = _spans(ranges, step_range).sort_values("begin_ns", kind="stable")

@@ -112,20 +112,21 @@ def _cells(panel: _Panel, names: list[str], colour_of: dict[str, str]) -> np.nda
     """The image [rows, columns, red green blue], from how much of each cell's time each name has."""
     import numpy as np
 
-    edges = np.linspace(panel.begin, panel.end, COLUMNS + 1)
-    width = edges[1] - edges[0]
+    # From the panel's begin on, as integers: nanoseconds since 1970 are too long for a float.
+    def spans_of(ranges: pd.DataFrame) -> tuple[np.ndarray, np.ndarray]:
+        return union(*(ranges[name].to_numpy() - panel.begin for name in ("begin_ns", "end_ns")))
+
+    edges, width = np.linspace(0, panel.end - panel.begin, COLUMNS + 1, retstep=True)
     to_rgb = matplotlib("colors").to_rgb
     palette = np.array([to_rgb(WAITING), *(to_rgb(colour_of[name]) for name in names)])
     image = np.ones((len(panel.rows), COLUMNS, 3))
-    groups = union(panel.groups["begin_ns"].to_numpy(), panel.groups["end_ns"].to_numpy())
-    in_group = np.diff(covered(edges, *groups))
+    in_group = np.diff(covered(edges, *spans_of(panel.groups)))
     code_of = {name: code for code, name in enumerate(names)}
     codes = panel.ranges["name"].astype(object).map(code_of).fillna(len(names) - 1).astype("int64")
     for row, mine in panel.ranges.assign(code=codes).groupby("row"):
         amounts = np.zeros((len(names) + 1, COLUMNS))
         for code, ranges in mine.groupby("code"):
-            spans = union(ranges["begin_ns"].to_numpy(), ranges["end_ns"].to_numpy())
-            amounts[code + 1] = np.diff(covered(edges, *spans))
+            amounts[code + 1] = np.diff(covered(edges, *spans_of(ranges)))
         if (mine["kind"] == "phase").any():
             amounts[0] = np.clip(in_group - amounts.sum(axis=0), 0, None)
         taken = amounts.sum(axis=0) / width

@@ -23,6 +23,8 @@ _STEP_LINE = re.compile(rb'^\s*\{\s*"(?:format"\s*:\s*"amx_sft_moe\.(?:step|end)
 _STEP_KEYS = re.compile(rb'^\s*\{.*"phases_ms"\s*:', re.MULTILINE)
 _DUMP_LINE = re.compile(rb"^\s*\[(?:(?:BWD|FWD) TIMER\] \S+|TIMER\] ended): ", re.MULTILINE)
 
+_TRACE = re.compile(rb'\{\s*"|\[\s*\{')  # and not "[INFO] ..."
+
 _OTHER_KINDS = {
     stat.S_IFIFO: "a pipe",
     stat.S_IFSOCK: "a socket",
@@ -77,12 +79,32 @@ def _recognise(path: Path, sample: bytes, damage: str) -> tuple[str, Reader]:
         return "JSON lines", json_lines.read
     if _DUMP_LINE.search(text):  # begins with a bracket too
         return "text dump", text_dump.read
-    if text.startswith((b"{", b"[")):
+    if _TRACE.match(text):
+        return "Chrome trace", chrome_trace.read
+    if not damage and (further := _further_on(path)):
+        return further
+    if text.startswith((b"{", b"[")):  # whose reader says what is wrong
         return "Chrome trace", chrome_trace.read
     if damage:
         raise TimelineError(f"{path} begins like a gzip file but cannot be unpacked: {damage}")
     shown = text[:40].decode("utf-8", "backslashreplace")
     raise TimelineError(f"{path} is none of the formats read here: {_EXPECTED}; it begins with {shown!r}")
+
+
+def _further_on(path: Path) -> tuple[str, Reader] | None:
+    """The format of the first line of ours behind a long log of others; None for a file that has none."""
+    carried = b""
+    with open_unpacked(path, lambda damage: None) as stream:
+        while (block := stream.read(_SAMPLE)) and b"\0" not in block:
+            text = carried + block
+            if _STEP_LINE.search(text) or _STEP_KEYS.search(text):
+                return "JSON lines", json_lines.read
+            if _DUMP_LINE.search(text):
+                return "text dump", text_dump.read
+            carried = text[text.rfind(b"\n") + 1 :]
+            if len(carried) > _SAMPLE:  # no line of ours is so long; what follows is not its beginning
+                carried = b"-"
+    return None
 
 
 def read_file(
