@@ -11,13 +11,18 @@ from amx_sft_moe.errors import ArgumentError
 def given_directory(name: str, value: str | os.PathLike[str]) -> Path:
     """The directory given as argument ``name``, which may not exist.
 
-    An empty one is refused: to ``Path`` it is the current directory, and mostly a script's unset variable.
+    An empty one is refused: to ``Path`` it is the current directory, and mostly a script's unset variable. So
+    is one whose name is not UTF-8: safetensors writes there, and does not read.
 
     Raises:
-        TypeError: no path. ArgumentError: an empty one.
+        TypeError: no path. ArgumentError: one that is refused.
     """
     if not isinstance(value, str | os.PathLike):
         raise TypeError(f"{name}: expected a path, got {type(value).__name__}")
     if not os.fspath(value):
         raise ArgumentError(f"{name}: expected a directory, got ''")
+    try:
+        os.fspath(value).encode("utf-8")
+    except UnicodeEncodeError:
+        raise ArgumentError(f"{name}: expected a path in UTF-8, got {os.fspath(value)!r}") from None
     return Path(value)

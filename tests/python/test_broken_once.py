@@ -17,7 +17,8 @@ from torch import nn
 
 import amx_sft_moe
 from adapter_cases import checkpoint, largest_difference, model_of, stock_adapter, stock_merge
-from amx_sft_moe.adapters import convert_adapter, merge_adapter, save_per_expert
+from amx_sft_moe.adapters import convert_adapter, inspect_adapter, merge_adapter, save_per_expert
+from amx_sft_moe.checkpoints import load_model
 from amx_sft_moe.errors import ArgumentError, StateError
 from families import family_model, token_batch
 
@@ -122,8 +123,17 @@ def test_targets_that_cannot_be(tmp_path: Path) -> None:
     with pytest.raises(ArgumentError, match=f"expected one that can be made, got {below}, below a file"):
         convert_adapter(source, below, "per-expert")
     not_utf8 = Path(os.fsdecode(os.fsencode(tmp_path) + b"/\xff"))
-    with pytest.raises(ArgumentError, match="target: expected a path in UTF-8, got"):
-        convert_adapter(source, not_utf8, "per-expert")
+    model = get_peft_model(
+        model_of(checkpoint("qwen3")), LoraConfig(target_parameters=["mlp.experts.down_proj"])
+    )
+    for name, use in (
+        ("target", lambda: convert_adapter(source, not_utf8, "per-expert")),
+        ("adapter", lambda: inspect_adapter(not_utf8)),
+        ("directory", lambda: save_per_expert(model, not_utf8)),
+        ("directory", lambda: load_model(not_utf8)),
+    ):
+        with pytest.raises(ArgumentError, match=f"^{name}: expected a path in UTF-8, got "):
+            use()
     assert sorted(path.name for path in tmp_path.iterdir()) == ["file"]
 
 

@@ -137,10 +137,6 @@ def convert_adapter(
     if target.exists() and not target.is_dir():
         raise ArgumentError(f"target: expected a directory, got the file {target}")
     require_no_checkpoint("target", target)
-    try:
-        os.fspath(target).encode("utf-8")
-    except UnicodeEncodeError:  # safetensors would write there, and not read
-        raise ArgumentError(f"target: expected a path in UTF-8, got {os.fspath(target)!r}") from None
     model = base_for(source, base)
     adapter, kind = read_adapter(source, model)
     if kind is None:
