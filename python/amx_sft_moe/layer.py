@@ -103,19 +103,52 @@ class Scratch:
         return memory.view(dtype)[:count].view(*shape)
 
 
+def _add(sums: dict[str, Any], more: Mapping[str, Any]) -> None:
+    for name, value in more.items():
+        if isinstance(value, dict):
+            _add(sums.setdefault(name, {}), value)
+        else:
+            sums[name] = sums.get(name, 0) + value
+
+
+class _Times:
+    """Sums, where they are ``wanted``, of a thread's operators that are gone: of one pair, however many."""
+
+    def __init__(self) -> None:
+        self.wanted = False
+        self._sums: tuple[dict[str, Any], dict[str, Any]] = ({}, {})
+
+    def add(self, totals: tuple[dict[str, Any], dict[str, Any]]) -> None:
+        for sums, more in zip(self._sums, totals, strict=True):
+            _add(sums, more)
+
+    def take(self) -> list[tuple[dict[str, Any], dict[str, Any]]]:
+        taken, self._sums = self._sums, ({}, {})
+        return [taken] if taken[0] else []
+
+
+@dataclass
+class _Operator:
+    """A thread's operator of one layer, with the memory and the name that it was given."""
+
+    made: _core.SftMoe
+    memory: tuple[Any, ...]
+    name: str
+    times: _Times
+
+    def __del__(self) -> None:
+        if self.times.wanted:
+            self.times.add(self.made.take_totals())
+
+
 class _ThreadState(threading.local):
     """What one thread uses for all its layers. Layers of a model run one after another, so they share scratch
     memory; two threads never do."""
 
     def __init__(self) -> None:
         self.workspace = _core.Workspace()
-        # Each with the memory and the name that it was given.
-        self.operators: weakref.WeakKeyDictionary[ExpertWeights, tuple[_core.SftMoe, tuple[Any, ...], str]] = (
-            weakref.WeakKeyDictionary()
-        )
-        self.collects_times = False
-        # Sums of operators that went while times were collected: those of memory that moves (FSDP).
-        self.times_of_gone: list[tuple[dict[str, Any], dict[str, Any]]] = []
+        self.operators: weakref.WeakKeyDictionary[ExpertWeights, _Operator] = weakref.WeakKeyDictionary()
+        self.times_of_gone = _Times()
         self.scratch: Scratch | None = None
 
 
@@ -137,34 +170,19 @@ def collect_times(wanted: bool) -> None:
     """Whether the calling thread's operators, those of today and those made later, add up what
     :func:`take_times` returns."""
     state = _of_this_thread
-    state.collects_times = wanted
-    state.times_of_gone.clear()
-    for experts, (made, *_) in state.operators.items():
-        made.collect_totals(wanted)
-        if wanted:
-            _keep_times(experts, made)
+    state.times_of_gone.wanted = wanted
+    state.times_of_gone.take()
+    for operator in state.operators.values():
+        operator.made.collect_totals(wanted)
 
 
 def take_times() -> list[tuple[dict[str, Any], dict[str, Any]]]:
     """For each operator of the calling thread the sums over its forwards and over its backwards since the last
     call: ``passes``, ``tokens``, ``total_ms``, ``busy_ms``, ``waiting_ms``, and by name ``groups`` and
-    ``phases`` (ms), ``flop`` and ``bytes``."""
+    ``phases`` (ms), ``flop`` and ``bytes``. Those that are gone by now, as where memory moves from forward to
+    forward (FSDP), are added up in one pair."""
     state = _of_this_thread
-    of_gone = state.times_of_gone[:]
-    state.times_of_gone.clear()
-    return of_gone + [made.take_totals() for made, *_ in state.operators.values()]
-
-
-def _keep_times(experts: ExpertWeights, made: _core.SftMoe) -> None:
-    """Has :func:`take_times` return what is not taken yet when ``experts`` goes, and its operator with it."""
-    gone = _of_this_thread.times_of_gone
-
-    def keep() -> None:
-        totals = made.take_totals()
-        if any(of_passes["passes"] for of_passes in totals):
-            gone.append(totals)
-
-    weakref.finalize(experts, keep).atexit = False
+    return state.times_of_gone.take() + [operator.made.take_totals() for operator in state.operators.values()]
 
 
 class ExpertWeights:
@@ -294,14 +312,13 @@ class ExpertWeights:
             ]
         )
         found = state.operators.get(self)
-        if found is not None and found[1] == memory and found[2] is self._name:
-            return found[0]
-        made = found[0] if found is not None else None
-        if made is None:
+        if found is not None and found.memory == memory and found.name is self._name:
+            return found.made
+        if found is None:
             made = _core.SftMoe(**self._options, workspace=state.workspace)
-            made.collect_totals(state.collects_times)
-            if state.collects_times:
-                _keep_times(self, made)
+            made.collect_totals(state.times_of_gone.wanted)
+        else:
+            made = found.made
         made.name = self._name
         weights = self._weights
         made.set_base(
@@ -311,5 +328,8 @@ class ExpertWeights:
             weights.get("gate_up_proj"),
             _core.Biases(self.biases.tensors()),
         )
-        state.operators[self] = (made, memory, self._name)
+        if found is None:
+            state.operators[self] = _Operator(made, memory, self._name, state.times_of_gone)
+        else:
+            found.memory, found.name = memory, self._name
         return made

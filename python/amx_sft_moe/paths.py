@@ -17,7 +17,7 @@ def given_directory(name: str, value: str | os.PathLike[str]) -> Path:
     Raises:
         TypeError: no path. ArgumentError: one that is refused.
     """
-    if not isinstance(value, str | os.PathLike):
+    if not isinstance(value, str | os.PathLike) or not isinstance(os.fspath(value), str):
         raise TypeError(f"{name}: expected a path, got {type(value).__name__}")
     if not os.fspath(value):
         raise ArgumentError(f"{name}: expected a directory, got ''")

@@ -12,12 +12,12 @@ from io import TextIOWrapper
 def printing(run: Callable[[], int]) -> int:
     """The exit status of ``run``, which prints; 1 where standard output is closed or does not take it (standard
     error says so). A reader that has gone has had enough (``| head``): the status is that of ``run``, or 0
-    where this was in the middle of it. What the encoding lacks is printed by its number, as ``\\xff``: names of
-    files and values of the environment may have any bytes."""
+    where this was in the middle of it. What a strict encoding lacks is printed escaped: names of files and
+    values of the environment may have any bytes."""
     if sys.stdout is None:
         sys.stderr.write("error: standard output: closed\n")
         return 1
-    if isinstance(sys.stdout, TextIOWrapper):
+    if isinstance(sys.stdout, TextIOWrapper) and sys.stdout.errors == "strict":
         sys.stdout.reconfigure(errors="backslashreplace")
     status = 0
     try:

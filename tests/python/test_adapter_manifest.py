@@ -24,9 +24,19 @@ def edit_manifest(adapter: Path, **changes: object) -> None:
     path.write_text(json.dumps(json.loads(path.read_text()) | changes))
 
 
-def edit_artifacts(adapter: Path, more: dict[str, object]) -> None:
-    artifacts = json.loads((adapter / files.KT_MANIFEST).read_text())["artifacts"]
-    edit_manifest(adapter, artifacts=artifacts | more)
+def edit_artifacts(adapter: Path, more: dict[str, object], without: str = "") -> None:
+    artifacts = json.loads((adapter / files.KT_MANIFEST).read_text())["artifacts"] | more
+    edit_manifest(adapter, artifacts={name: record for name, record in artifacts.items() if name != without})
+
+
+def edit_record(adapter: Path, **changes: object) -> None:
+    record = json.loads((adapter / files.KT_MANIFEST).read_text())["artifacts"][files.KT_WEIGHTS]
+    edit_artifacts(adapter, {files.KT_WEIGHTS: record | changes})
+
+
+def link(path: Path) -> None:
+    path.rename(path.with_suffix(".there"))
+    path.symlink_to(path.with_suffix(".there"))
 
 
 @pytest.mark.parametrize(
@@ -41,6 +51,13 @@ def edit_artifacts(adapter: Path, more: dict[str, object]) -> None:
         (lambda kt: edit_manifest(kt, version=2), "version: expected 1, got 2"),
         (lambda kt: edit_artifacts(kt, {"../a": {}}), "../a: expected a file beside it, with size and sha256"),
         (lambda kt: edit_artifacts(kt, {"a": {}}), "a: expected a file, got none"),
+        (lambda kt: edit_artifacts(kt, {"a" * 300: {}}), f"{'a' * 80}: expected a file that can be read, got "),
+        (lambda kt: edit_artifacts(kt, {}, without=files.WEIGHTS), f"expected {files.WEIGHTS} or "),
+        (lambda kt: edit_record(kt, tensor_count=1), f"{files.KT_WEIGHTS}: expected tensor_count 1, got "),
+        (lambda kt: edit_record(kt, tensors={}), f"{files.KT_WEIGHTS}: expected tensors {{}}, got "),
+        (lambda kt: edit_manifest(kt, expert_weight_format=None), "expected expert_weight_format, got none"),
+        (lambda kt: link(kt / files.KT_MANIFEST), "expected a file, got a link"),
+        (lambda kt: link(kt / files.WEIGHTS), f"{files.WEIGHTS}: expected a file, got a link"),
         (lambda kt: (kt / files.KT_MANIFEST).write_text("["), "expected a JSON object, got"),
     ],
 )

@@ -364,6 +364,19 @@ class TestFilesThatAreThere:
             assert run(capsys, path, "--html", target)[0] == 0
             assert target.read_text().startswith("<!DOCTYPE html>")
 
+    def test_a_page_that_cannot_be_looked_at(self, capsys, path, tmp_path):
+        status, _, err = run(capsys, path, "--html", tmp_path)
+        assert status == 1
+        assert err.startswith(f"error: cannot read {tmp_path}, to see whether it is a page: ")
+
+    def test_a_link_stays_one(self, capsys, path, tmp_path):
+        target = tmp_path / "page.html"
+        (tmp_path / "elsewhere").mkdir()
+        target.symlink_to(tmp_path / "elsewhere" / "page.html")
+        assert run(capsys, path, "--html", target)[0] == 0
+        assert target.is_symlink()
+        assert target.read_text().startswith("<!DOCTYPE html>")
+
     def test_reports_that_cannot_be_written_leave_the_old_ones(self, capsys, path, tmp_path, monkeypatch):
         arguments = (path, "-r", "phase_sum", "-f", "csv", "-o", tmp_path / "out")
         assert run(capsys, *arguments)[0] == 0

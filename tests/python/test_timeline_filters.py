@@ -123,7 +123,17 @@ class TestFilters:
 class TestLogs:
     """What was recorded, among the lines of a log, however late it comes."""
 
-    @pytest.mark.parametrize("line", ["step 1 of 9: loss 2.5", "[INFO] begins", "{'loss': 2.5}", "." * 99_999])
+    @pytest.mark.parametrize(
+        "line",
+        [
+            "step 1 of 9: loss 2.5",
+            "[INFO] begins",
+            "{'loss': 2.5}",
+            '{"loss": 2.5}',
+            '[{"a": 1}]',
+            "." * 99_999,
+        ],
+    )
     @pytest.mark.parametrize("form", ["JSON lines", "text dump"])
     def test_behind_many_lines(self, tmp_path, line, form):
         path = write_lines(tmp_path / "f", passes_of(2))
@@ -134,6 +144,12 @@ class TestLogs:
         read = timeline.read(path)
         assert read.sources[0].form == form
         pd.testing.assert_frame_equal(read.phases, alone.phases)
+
+    def test_many_blank_lines(self, tmp_path):
+        """In a time that grows with them, not with their square."""
+        path = write_lines(tmp_path / "f", passes_of(2))
+        path.write_bytes(b"a log\n" + b"\n" * 1_000_000 + path.read_bytes())
+        assert len(timeline.read(path).passes) == 4
 
 
 class TestForeignFiles:

@@ -19,9 +19,9 @@ AMX_SFT_MOE_NAMESPACE_BEGIN
 
 // Opened anew for each record, so that nothing has to be closed or shared, and a process that is killed leaves
 // every record that it finished. A line that the kill met is taken away by who writes next, whose record would be read as
-// its rest; where files cannot be locked nothing is, for it may be what another writes just now. The file itself says how
-// full it is: the record that would not fit is replaced by spaces and the end mark up to the limit, and whoever finds the
-// file that large writes no more.
+// its rest; where files cannot be locked it stays, for it may be what another writes just now, and the record begins a
+// new line. The file itself says how full it is: the record that would not fit is replaced by spaces and the end mark up
+// to the limit, and whoever finds the file that large writes no more.
 //
 // The name may be a pipe's or a terminal's too (profile/pipe_writer.hpp): a step never waits for their reader to come,
 // and not for long for one that does not read, or for one who keeps the file's lock.
@@ -84,11 +84,11 @@ class BoundedFile {
 
   void append_to(int file, std::int64_t size, std::string_view record, bool locked) const {
     if (size >= limit_) return;
-    const LastLine last = locked ? LastLine(path_, file, size, record) : LastLine(size);
-    if (last.is_piece() && ::ftruncate(file, last.begin()) == 0) size = last.begin();
+    const LastLine last(path_, file, size, record);
+    if (locked && last.is_piece() && ::ftruncate(file, last.begin()) == 0) size = last.begin();
     std::string_view head;
     if (size == 0) head = head_;
-    if (last.begin() < size) head = "\n";  // behind the line of whoever else
+    if (last.begin() < size) head = "\n";  // behind the line of whoever else, or a piece that has to stay
     const std::int64_t left = limit_ - size - length(head);
     const bool fits = left >= length(record) + length(end_);
     if (fits && head.empty()) return write_whole(file, size, record, locked);

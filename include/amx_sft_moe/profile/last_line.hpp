@@ -29,11 +29,9 @@ class OpenFile {
   int file_;
 };
 
-// Of a file that nobody writes meanwhile. One that cannot be read counts as one whose last line has its end.
+// Of a file that nobody writes meanwhile, or that may have grown since. One that cannot be read counts as one whose last line has its end.
 class LastLine {
  public:
-  // Has its end, in a file of so many bytes.
-  explicit LastLine(std::int64_t size) : begin_(size) {}
   // `file` is open for writing and has `size` bytes; it is opened once more, by its name, to be read.
   LastLine(const std::string& path, int file, std::int64_t size, std::string_view record) : begin_(size) {
     const int read = ::open(path.c_str(), O_RDONLY | O_CLOEXEC | O_NONBLOCK);

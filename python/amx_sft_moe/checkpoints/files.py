@@ -64,20 +64,21 @@ class CheckpointFiles:
         return self._slice(name)[:0].dtype if self.shape(name) else self.tensor(name).dtype
 
     def tensor(self, name: str) -> torch.Tensor:
-        """The tensor, a view of the mapped file; a copy where it does not lie aligned there."""
-        found = self._view(name)
-        return found if _is_aligned(found) else found.clone()
-
-    def aligned(self, name: str) -> bool:
-        """Whether the tensor begins at a multiple of its elements' size, as kernels want it. The format does
-        not promise it: a header of odd length, or a tensor of single bytes before, is enough."""
-        return _is_aligned(self._view(name))
-
-    def _view(self, name: str) -> torch.Tensor:
+        """The tensor, a view of the mapped file."""
         path = self._file_of[name]
         with _named(path):
             found: torch.Tensor = self._opened(path).get_tensor(name)
             return found
+
+    def is_aligned(self, name: str) -> bool:
+        """Whether the tensor begins at a multiple of its elements' size, as kernels want it. The format does
+        not promise it: a header of odd length, or a tensor of single bytes before, is enough."""
+        return _is_aligned(self.tensor(name))
+
+    def aligned(self, name: str) -> torch.Tensor:
+        """The tensor, a view of the mapped file; a copy where it is not aligned there."""
+        found = self.tensor(name)
+        return found if _is_aligned(found) else found.clone()
 
     def _slice(self, name: str) -> Any:
         path = self._file_of[name]

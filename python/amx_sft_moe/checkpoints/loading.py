@@ -124,7 +124,10 @@ def load_model(
             len(plan.mxfp4) - 1,
             dtype,
         )
-    state = {name: files.tensor(name) for name in plan.others}
+    # What is stacked or converted is copied then; what becomes a parameter as it lies has to be aligned.
+    state = {
+        name: files.aligned(name) if target else files.tensor(name) for name, target in plan.others.items()
+    }
     stacks = {name: _stack(files, name, parts) for name, parts in plan.stacked.items()}
     # Stand in for the stacks while transformers loads: views of one number, which take no memory either.
     nothing = torch.tensor(float("nan"), dtype=dtype)
@@ -137,7 +140,7 @@ def load_model(
     shapes |= {name: files.shape(source) for name, source in plan.fused.items()}
     shapes |= {name: tuple(stack.shape) for name, stack in stacks.items()}
     _require_shapes(directory, meta, shapes)
-    state |= {name: files.tensor(source) for name, source in plan.fused.items()}
+    state |= {name: files.aligned(source) for name, source in plan.fused.items()}
     state |= transposed.converted(files, conversions, cache_dir, progress)
     config = own_config(type(meta), config)
     model = _load(type(meta), config, directory, state, dtype, experts_implementation, options)
@@ -294,12 +297,14 @@ def _copy_the_unusable(plan: Plan, files: CheckpointFiles, dtype: torch.dtype) -
             else:
                 continue
             plan.copied[parameter] = reason
+            if group is plan.fused and kinds == {dtype}:
+                continue  # a copy, but as it lies
             plan.others |= dict.fromkeys(names, "")
             del group[parameter]
 
 
 def _unaligned(names: list[str], files: CheckpointFiles) -> str | None:
-    return next((name for name in names if not files.aligned(name)), None)
+    return next((name for name in names if not files.is_aligned(name)), None)
 
 
 def _stack(files: CheckpointFiles, parameter: str, parts: list[list[str]]) -> MappedStack:

@@ -221,6 +221,7 @@ def _reports(timeline: Timeline, options: argparse.Namespace) -> list[Report]:
 @contextmanager
 def _in_place_of(path: Path) -> Iterator[Path]:
     """Where to write what takes the place of `path` when it is whole, or not at all."""
+    path = path.resolve()  # of a link's target
     partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -295,11 +296,17 @@ def _require_page(path: Path) -> None:
     """Refuses to put a page in the place of a file that is none, such as a recording: `--html steps.jsonl`."""
     from .html import DOCTYPE
 
-    if path.is_file() and path.stat().st_size:
+    try:
         with path.open("rb") as stream:
             begin = stream.read(len(DOCTYPE))
-        if begin.lower() != DOCTYPE.lower().encode():
-            raise TimelineError(f"--html {path}: expected a page to be made there, got a file that is no page")
+    except (FileNotFoundError, NotADirectoryError):
+        return
+    except OSError as error:
+        raise TimelineError(
+            f"cannot read {path}, to see whether it is a page: {error.strerror or error}"
+        ) from error
+    if begin and begin.lower() != DOCTYPE.lower().encode():
+        raise TimelineError(f"--html {path}: expected a page to be made there, got a file that is no page")
 
 
 def _run(options: argparse.Namespace, out: IO[str]) -> int:

@@ -6,6 +6,7 @@ keep.
 
 from __future__ import annotations
 
+import json
 import re
 import stat
 from collections.abc import Callable
@@ -19,11 +20,13 @@ from .json_lines import open_unpacked, text_of
 
 _SAMPLE = 1 << 16
 _SQLITE = b"SQLite format 3\x00"
-_STEP_LINE = re.compile(rb'^\s*\{\s*"(?:format"\s*:\s*"amx_sft_moe\.(?:step|end)/|step"\s*:\s*")', re.MULTILINE)
-_STEP_KEYS = re.compile(rb'^\s*\{.*"phases_ms"\s*:', re.MULTILINE)
-_DUMP_LINE = re.compile(rb"^\s*\[(?:(?:BWD|FWD) TIMER\] \S+|TIMER\] ended): ", re.MULTILINE)
+_STEP_LINE = re.compile(
+    rb'^[ \t\r]*\{\s*"(?:format"\s*:\s*"amx_sft_moe\.(?:step|end)/|step"\s*:\s*")', re.MULTILINE
+)
+_STEP_KEYS = re.compile(rb'^[ \t\r]*\{.*"phases_ms"\s*:', re.MULTILINE)
+_DUMP_LINE = re.compile(rb"^[ \t\r]*\[(?:(?:BWD|FWD) TIMER\] \S+|TIMER\] ended): ", re.MULTILINE)
 
-_TRACE = re.compile(rb'\{\s*"|\[\s*\{')  # and not "[INFO] ..."
+_TRACE = re.compile(rb'\{\s*"|\[\s*\{')  # begins like one, and not like "[INFO] ..."
 
 _OTHER_KINDS = {
     stat.S_IFIFO: "a pipe",
@@ -79,7 +82,7 @@ def _recognise(path: Path, sample: bytes, damage: str) -> tuple[str, Reader]:
         return "JSON lines", json_lines.read
     if _DUMP_LINE.search(text):  # begins with a bracket too
         return "text dump", text_dump.read
-    if _TRACE.match(text):
+    if _TRACE.match(text) and not _is_of_lines(text):
         return "Chrome trace", chrome_trace.read
     if not damage and (further := _further_on(path)):
         return further
@@ -89,6 +92,18 @@ def _recognise(path: Path, sample: bytes, damage: str) -> tuple[str, Reader]:
         raise TimelineError(f"{path} begins like a gzip file but cannot be unpacked: {damage}")
     shown = text[:40].decode("utf-8", "backslashreplace")
     raise TimelineError(f"{path} is none of the formats read here: {_EXPECTED}; it begins with {shown!r}")
+
+
+def _is_of_lines(text: bytes) -> bool:
+    """Whether the first line is JSON by itself and others follow, as in a log of objects."""
+    first, _, rest = text.partition(b"\n")
+    if not rest.strip():
+        return False
+    try:
+        json.loads(first)
+    except (ValueError, RecursionError):
+        return False
+    return True
 
 
 def _further_on(path: Path) -> tuple[str, Reader] | None:
