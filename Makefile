@@ -31,7 +31,7 @@ WHEEL_PYTHONS ?= $(PYTHON)
 # Several goals configure and build in the same folder. What they start has $(JOBS) of its own.
 .NOTPARALLEL:
 
-.PHONY: finetune test test-cpp test-python test-full test-hypothesis peft-versions asan asan-python tsan fuzz matrix qemu lint types tidy tidy-examples coverage \
+.PHONY: finetune test test-cpp test-python test-full test-hypothesis peft-versions torch-versions asan asan-python tsan fuzz matrix qemu lint types tidy tidy-examples coverage \
   mutation bench bench-builds wheel clean help
 
 help:
@@ -45,6 +45,7 @@ help:
 	@echo "make matrix      a program by each compiler found, C++20 and C++23, strict warnings; REQUIRE_ALL=1"
 	@echo "make qemu        one binary on emulated CPUs from SSE2 to AVX2; REQUIRE_ALL=1"
 	@echo "make peft-versions  adapters and hook with PEFT 0.18 to 0.20"
+	@echo "make torch-versions  the Python tests with other releases of torch; TORCH_VERSIONS='2.14.1 2.15.0'"
 	@echo "make bench       GEMM forms and one operator step beside this machine's limits"
 	@echo "make wheel       sdist and wheels into dist/, tried without a compiler; WHEEL_PYTHONS='python3.11 python3.13'"
 	@echo "make lint        clang-format, ruff, types"
@@ -89,6 +90,17 @@ peft-versions: $(VENV)/installed
 	  --no-deps peft==0.19.1 transformers==5.5.4 'huggingface_hub<2' 'tokenizers<=0.23.0' httpx httpcore h11 certifi idna
 	AMX_SFT_MOE_PEFT_PATHS=$(BUILD)/peft-0.18.1:$(BUILD)/peft-0.19.1-of-its-day:$(BUILD)/peft-0.20.0 \
 	  $(BIN)/python -m pytest -q tests/python/test_adapter_peft_versions.py
+
+# Not a part of test-full: PyPI's builds bring 5 GB of CUDA each.
+TORCH_VERSIONS ?= 2.14.1 2.15.0
+torch-versions: test-cpp $(VENV)/installed
+	for version in $(TORCH_VERSIONS); do \
+	  test -d $(BUILD)/torch-$$version/torch || \
+	    $(BIN)/pip install -q --target $(BUILD)/torch-$$version torch==$$version || exit 1; \
+	  PYTHONPATH="$(abspath $(BUILD))/torch-$$version" AMX_SFT_MOE_EXPECTED_TORCH=$$version \
+	    OMP_WAIT_POLICY=passive AMX_EMULATOR_LIBRARY="$(EMULATOR)" \
+	    $(BIN)/python -m pytest -q $(WORKERS) tests/python || exit 1; \
+	done
 
 test-hypothesis: $(VENV)/installed
 	OMP_WAIT_POLICY=passive AMX_SFT_MOE_HYPOTHESIS=full $(BIN)/python -m pytest -q $(WORKERS) tests/python/test_hypothesis*.py
@@ -269,7 +281,7 @@ $(VENV)/packages: $(VENV)/tools pyproject.toml Makefile
 	$(BIN)/pip install -q $(TORCH)
 	$(BIN)/pip install -q $$($(BIN)/python -c "import tomllib; \
 	  e = tomllib.load(open('pyproject.toml', 'rb'))['project']['optional-dependencies']; \
-	  print(' '.join('\"%s\"' % r for r in e['train'] + e['examples'] + e['test'] if not r.startswith('amx-sft-moe')))" | tr -d '"')
+	  print(' '.join('\"%s\"' % r for r in e['train-with-own-torch'] + e['train'] + e['examples'] + e['test'] if not r.startswith('amx-sft-moe')))" | tr -d '"')
 	@touch $@
 
 # The package itself, built once for all instruction sets; built again when a source changes. After oneDNN, without

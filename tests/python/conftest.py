@@ -13,6 +13,7 @@ OF_THE_TESTS = {
     f"AMX_SFT_MOE_{name}"
     for name in (
         "EXPECTED_PEFT",
+        "EXPECTED_TORCH",
         "HYPOTHESIS",
         "NSYS",
         "NSYS_EXPORTS",

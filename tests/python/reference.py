@@ -32,8 +32,10 @@ def gelu_tanh_glu(gate: Tensor, up: Tensor) -> Tensor:
 
 
 def gpt_oss(gate: Tensor, up: Tensor, limit: float = 7.0, alpha: float = 1.702) -> Tensor:
-    """As the gpt-oss reference has it."""
-    gate, up = gate.clamp(max=limit), up.clamp(min=-limit, max=limit)
+    """As the gpt-oss reference has it. At a limit itself the gradient passes, as torch's clamp had it up to
+    2.13; from 2.14 on its is 0 there."""
+    gate = torch.where(gate > limit, limit, gate)
+    up = torch.where(up > limit, limit, torch.where(up < -limit, -limit, up))
     return (up + 1) * gate * torch.sigmoid(alpha * gate)
 
 

@@ -6,6 +6,7 @@ from __future__ import annotations
 import ast
 import importlib
 import importlib.metadata
+import os
 import re
 import subprocess
 import sys
@@ -122,6 +123,12 @@ def test_openmp_is_torchs_where_torch_is_beside() -> None:
     code = "import amx_sft_moe; print(amx_sft_moe.info()['openmp_libraries'])"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=True)
     assert done.stdout.count("libgomp") == done.stdout.count("torch/lib/libgomp.so.1") == 1, done.stdout
+
+
+@pytest.mark.skipif("AMX_SFT_MOE_EXPECTED_TORCH" not in os.environ, reason="only in `make torch-versions`")
+def test_torch_is_the_one_that_is_meant() -> None:
+    torch = importlib.import_module("torch")
+    assert torch.__version__.partition("+")[0] == os.environ["AMX_SFT_MOE_EXPECTED_TORCH"]
 
 
 def test_missing_openmp_is_explained() -> None:

@@ -15,7 +15,8 @@ AMX_SFT_MOE_NAMESPACE_BEGIN
 struct SiluGlu {};
 
 // h = (clamp(u, -limit, limit) + 1) g' sigmoid(alpha g'),  g' = min(g, limit)    (gpt-oss reference code)
-// The gradient passes where the value was not cut, the bounds themselves included, as torch.clamp has it.
+// The gradient passes where the value was not cut, the bounds themselves included, as torch.clamp had it up to torch
+// 2.13; from 2.14 on its is 0 there.
 struct ClampedGlu {
   float limit = 7.0F;
   float alpha = 1.702F;
