@@ -58,8 +58,10 @@ def load_model(
       bf16 where it was mxfp4, into ``cache_dir``, expert by expert with a progress bar, then mapped. An
       interrupted conversion goes on where it was; a changed checkpoint is converted anew.
 
-    Everything else is loaded by transformers. Where a file's dtype is not the one asked for, or experts are
-    made by rules other than stacking, transformers loads them too, into memory, and a warning says why.
+    Everything else is loaded by transformers. Where a file's dtype is not the one asked for, experts lie at
+    odd addresses of a file, or are made by rules other than stacking, they are loaded into memory too, and a
+    warning says why. Another warning says that a PEFT adapter beside the checkpoint is not applied, as
+    ``from_pretrained`` would do.
 
     The model refers to the files as long as it lives: do not overwrite them.
 

@@ -126,15 +126,8 @@ class _NotPrinted(TrainerCallback):
     def __init__(self) -> None:
         self.taken: dict[str, float] = {}
 
-    def on_log(
-        self,
-        args: TrainingArguments,
-        state: TrainerState,
-        control: TrainerControl,
-        logs: dict[str, float] | None = None,
-        **kwargs: Any,
-    ) -> None:
-        if logs is not None:
+    def on_log(self, *_: Any, **kwargs: Any) -> None:
+        if (logs := kwargs.get("logs")) is not None:
             self.taken = {name: logs.pop(name) for name in list(logs) if name.startswith(PREFIX)}
 
 
@@ -144,15 +137,8 @@ class _PutBack(TrainerCallback):
     def __init__(self, not_printed: _NotPrinted) -> None:
         self._not_printed = not_printed
 
-    def on_log(
-        self,
-        args: TrainingArguments,
-        state: TrainerState,
-        control: TrainerControl,
-        logs: dict[str, float] | None = None,
-        **kwargs: Any,
-    ) -> None:
-        if logs is not None:
+    def on_log(self, *_: Any, **kwargs: Any) -> None:
+        if (logs := kwargs.get("logs")) is not None:
             logs.update(self._not_printed.taken)
 
 
