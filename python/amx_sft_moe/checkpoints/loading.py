@@ -83,24 +83,10 @@ def load_model(
             architecture without routed experts; a quantisation other than mxfp4; no space for ``cache_dir``; a
             ``device_map`` with a module on disk.
     """
-    if dtype is not None and dtype not in _FLOATS:
-        raise TypeError(f"dtype: expected torch.bfloat16 or torch.float32, got {dtype}")
-    if taken := sorted({"config", "output_loading_info", "state_dict", "torch_dtype"} & options.keys()):
-        raise TypeError(
-            f"options: expected none that load_model sets itself (dtype=, ...), got {', '.join(taken)}"
-        )
-    if other := sorted({"subfolder", "variant", "revision"} & options.keys()):
-        raise TypeError(f"options: expected the files of directory itself, got {', '.join(other)}")
-    _refuse_disk(options.get("device_map"))
+    _require_options(dtype, options)
     directory = given_directory("directory", directory)
     if cache_dir is not None:
         cache_dir = given_directory("cache_dir", cache_dir)
-    if (directory / ADAPTER_CONFIG_NAME).is_file():
-        logger.warning(
-            "%s lies beside the checkpoint and is not applied, as from_pretrained would do: "
-            "PeftModel.from_pretrained(model, directory) does",
-            directory / ADAPTER_CONFIG_NAME,
-        )
     config = read_config(directory)
     if experts_implementation == "amx_sft_moe" and experts_implementation not in ALL_EXPERTS_FUNCTIONS:
         amx_sft_moe.register()
@@ -109,41 +95,13 @@ def load_model(
     plan = make_plan(meta, files)
     dtype = _dtype_of(plan, files, config) if dtype is None else dtype
     dense = dense_dtype_of(dense_dtype, dtype)
-    if dense_dtype is None and dtype == torch.bfloat16 and not torch_multiplies_bf16():
-        logger.warning(
-            "torch multiplies bfloat16 slowly on this CPU (no AVX512): dense_dtype=torch.float32 is faster, in "
-            "twice the memory for everything but the experts"
-        )
     _copy_the_unusable(plan, files, dtype)
-    for reason, parameters in _by_reason(plan.copied).items():
-        rest = f" and {len(parameters) - 1} more expert weights" if len(parameters) > 1 else ""
-        logger.warning("%s%s loaded into memory, not mapped: %s", parameters[0], rest, reason)
-    if plan.mxfp4 and dtype != torch.bfloat16:
-        logger.warning(
-            "%s and %d more expert weights loaded into memory, not mapped: mxfp4 is written as bfloat16, "
-            "not %s",
-            next(iter(plan.mxfp4)),
-            len(plan.mxfp4) - 1,
-            dtype,
-        )
-    # What is stacked or converted is copied then; what becomes a parameter as it lies has to be aligned.
-    state = {
-        name: files.aligned(name) if target else files.tensor(name) for name, target in plan.others.items()
-    }
+    _warn(directory, plan, dtype, dense_dtype)
     stacks = {name: _stack(files, name, parts) for name, parts in plan.stacked.items()}
-    # Stand in for the stacks while transformers loads: views of one number, which take no memory either.
-    nothing = torch.tensor(float("nan"), dtype=dtype)
-    state |= {name: nothing.expand(stack.shape) for name, stack in stacks.items()}
     conversions = [transposed.of_transposed(files, *item) for item in plan.transposed.items()]
     conversions += [transposed.of_mxfp4(files, name, *pair) for name, pair in plan.mxfp4.items()]
-    shapes: dict[str, tuple[int, ...]] = {}
-    shapes |= {one.parameter: (one.shape[0], one.shape[2], one.shape[1]) for one in conversions}
-    shapes |= {target: files.shape(name) for name, target in plan.others.items() if target}
-    shapes |= {name: files.shape(source) for name, source in plan.fused.items()}
-    shapes |= {name: tuple(stack.shape) for name, stack in stacks.items()}
-    _require_shapes(directory, meta, shapes)
-    state |= {name: files.aligned(source) for name, source in plan.fused.items()}
-    state |= transposed.converted(files, conversions, cache_dir, progress)
+    _require_shapes(directory, meta, _shapes(plan, files, stacks, conversions))
+    state = _state(plan, files, stacks, dtype) | transposed.converted(files, conversions, cache_dir, progress)
     config = own_config(type(meta), config)
     model = _load(type(meta), config, directory, state, dtype, experts_implementation, options)
     for name, stack in stacks.items():
@@ -159,6 +117,18 @@ def load_model(
     return model
 
 
+def _require_options(dtype: torch.dtype | None, options: Mapping[str, Any]) -> None:
+    if dtype is not None and dtype not in _FLOATS:
+        raise TypeError(f"dtype: expected torch.bfloat16 or torch.float32, got {dtype}")
+    if taken := sorted({"config", "output_loading_info", "state_dict", "torch_dtype"} & options.keys()):
+        raise TypeError(
+            f"options: expected none that load_model sets itself (dtype=, ...), got {', '.join(taken)}"
+        )
+    if other := sorted({"subfolder", "variant", "revision"} & options.keys()):
+        raise TypeError(f"options: expected the files of directory itself, got {', '.join(other)}")
+    _refuse_disk(options.get("device_map"))
+
+
 def _refuse_disk(device_map: object) -> None:
     places = device_map if isinstance(device_map, Mapping) else {"": device_map}
     for module, place in places.items():
@@ -167,6 +137,60 @@ def _refuse_disk(device_map: object) -> None:
                 f"device_map: expected no module on disk, got {module!r}: experts stay in their files, "
                 "which take no memory that the system could not have back"
             )
+
+
+def _warn(directory: Path, plan: Plan, dtype: torch.dtype, dense_dtype: DenseDtype) -> None:
+    """Says what is not as one may expect of files that are mapped."""
+    if (directory / ADAPTER_CONFIG_NAME).is_file():
+        logger.warning(
+            "%s lies beside the checkpoint and is not applied, as from_pretrained would do: "
+            "PeftModel.from_pretrained(model, directory) does",
+            directory / ADAPTER_CONFIG_NAME,
+        )
+    if dense_dtype is None and dtype == torch.bfloat16 and not torch_multiplies_bf16():
+        logger.warning(
+            "torch multiplies bfloat16 slowly on this CPU (no AVX512): dense_dtype=torch.float32 is faster, in "
+            "twice the memory for everything but the experts"
+        )
+    for reason, parameters in _by_reason(plan.copied).items():
+        rest = f" and {len(parameters) - 1} more expert weights" if len(parameters) > 1 else ""
+        logger.warning("%s%s loaded into memory, not mapped: %s", parameters[0], rest, reason)
+    if plan.mxfp4 and dtype != torch.bfloat16:
+        logger.warning(
+            "%s and %d more expert weights loaded into memory, not mapped: mxfp4 is written as bfloat16, "
+            "not %s",
+            next(iter(plan.mxfp4)),
+            len(plan.mxfp4) - 1,
+            dtype,
+        )
+
+
+def _shapes(
+    plan: Plan,
+    files: CheckpointFiles,
+    stacks: Mapping[str, MappedStack],
+    conversions: list[transposed.Conversion],
+) -> dict[str, tuple[int, ...]]:
+    """Of the parameters that the files make, where the plan tells."""
+    shapes: dict[str, tuple[int, ...]] = {}
+    shapes |= {one.parameter: (one.shape[0], one.shape[2], one.shape[1]) for one in conversions}
+    shapes |= {target: files.shape(name) for name, target in plan.others.items() if target}
+    shapes |= {name: files.shape(source) for name, source in plan.fused.items()}
+    return shapes | {name: tuple(stack.shape) for name, stack in stacks.items()}
+
+
+def _state(
+    plan: Plan, files: CheckpointFiles, stacks: Mapping[str, MappedStack], dtype: torch.dtype
+) -> dict[str, torch.Tensor]:
+    """What transformers loads, but for what is converted."""
+    # What is stacked or converted is copied then; what becomes a parameter as it lies has to be aligned.
+    state = {
+        name: files.aligned(name) if target else files.tensor(name) for name, target in plan.others.items()
+    }
+    state |= {name: files.aligned(source) for name, source in plan.fused.items()}
+    # Stand in for the stacks while transformers loads: views of one number, which take no memory either.
+    nothing = torch.tensor(float("nan"), dtype=dtype)
+    return state | {name: nothing.expand(stack.shape) for name, stack in stacks.items()}
 
 
 def read_config(directory: str | os.PathLike[str]) -> PreTrainedConfig:
