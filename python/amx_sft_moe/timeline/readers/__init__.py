@@ -117,7 +117,7 @@ def _further_on(path: Path) -> tuple[str, Reader] | None:
             if _DUMP_LINE.search(text):
                 return "text dump", text_dump.read
             carried = text[text.rfind(b"\n") + 1 :]
-            if len(carried) > _SAMPLE:  # no line of ours is so long; what follows is not its beginning
+            if len(carried) > _SAMPLE:  # of ours it would have been known by now; what follows is no beginning
                 carried = b"-"
     return None
 
@@ -137,9 +137,9 @@ def read_file(
         TimelineError: the file cannot be read, is of no known format, or holds nothing.
     """
     filters = filters or Filters()
-    form, reader = _recognise(path, *_sample(path))
-    into = Collector(Source(text_of(str(path)), form, path.stat().st_size), bounds or Bounds(), number)
     try:
+        form, reader = _recognise(path, *_sample(path))
+        into = Collector(Source(text_of(str(path)), form, path.stat().st_size), bounds or Bounds(), number)
         reader(path, into, filters.for_new_file())
     except OSError as error:
         raise TimelineError(f"cannot read {path}: {error.strerror or error}") from error
