@@ -65,22 +65,6 @@ TEST(Extremes, RanksThatNoMemoryHolds) {
   }
 }
 
-// A rank whose products with T and I no 64 bits hold: UndefinedBehaviorSanitizer would see them counted.
-TEST(Extremes, RanksThatOnlyCountsCouldHold) {
-  constexpr index_t kIntermediate = 8192, kRank = index_t{1} << 41;
-  Layer layer;
-  const std::vector<float> weights(kIntermediate, 1.0F);
-  Config config;
-  config.num_experts = config.top_k = config.hidden_size = 1;
-  config.intermediate_size = kIntermediate;
-  const auto in = ExpertMatrices<const float>::stacked(weights.data(), kIntermediate, 1);
-  LoraWeights lora;
-  lora.gate = {{&layer.one, 1, kRank, 1, 0, 0, 1}, {&layer.one, 1, kIntermediate, kRank, 0, 0, 0}, 1.0F};
-  Moe moe(config, {in, in, ExpertMatrices<const float>::stacked(weights.data(), 1, kIntermediate)}, lora);
-  EXPECT_THROW(moe.forward_sft(layer.routing(kMany), layer.input(kMany), layer.output(kMany), false),
-               std::bad_alloc);
-}
-
 // Buffers of T k rows of which routing has used fewer: what lies behind is not looked at.
 TEST(Extremes, SavedRowsBeyondTheRoutedOnes) {
   Layer layer;
