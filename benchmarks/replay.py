@@ -4,10 +4,10 @@
     python benchmarks/replay.py measure [--repeats 5]         measures what tasks cost here: task_costs.json
 
 Lists come from the operator (bench_tasks list), costs from task_costs.json, the rule from parallel/tasks.hpp:
-a thread that is free takes the next task of the list. Idle is the share of all threads' time in which they have
-no task, serial work of the calling thread (sorting routes, making lists) included. Waking threads and taking a
-task cost nothing here. With --bandwidth the threads share that much memory bandwidth; without, each task takes
-what it took alone.
+a thread that is free takes the next task of the list, those of odd number from its back (schedule.py). Idle is
+the share of all threads' time in which they have no task, serial work of the calling thread (sorting routes,
+making lists) included. Waking threads and taking a task cost nothing here. With --bandwidth the threads share
+that much memory bandwidth; without, each task takes what it took alone.
 """
 
 from __future__ import annotations
@@ -32,6 +32,7 @@ CONFIGURATIONS = (
 SPREADS = ("uniform", "zipf")
 MEASURED_KERNEL = "avx512"
 COUNTED_KERNEL = "amx_bf16_counted"
+WITH_WEIGHTS = ("gate_up", "down", "grad_down", "grad_gate_up")
 MEASURED_ROWS = {"qwen3-30b-a3b": 2048, "deepseek-v3": 128}
 
 
@@ -58,6 +59,11 @@ def jobs_of(tasks: TaskList, region: Region, costs: Costs) -> list[schedule.Job]
     ]
 
 
+def products_of(region: Region) -> int:
+    """Tasks that multiply with base weights: the first of the list, and the first of each phase's kinds."""
+    return sum(t.kind == 0 for t in region.tasks) if region.name in WITH_WEIGHTS else 0
+
+
 def replay_region(
     tasks: TaskList, region: Region, costs: Costs, threads: int, bandwidth: float | None
 ) -> RegionTime:
@@ -70,9 +76,9 @@ def replay_region(
     jobs = jobs_of(tasks, region, costs)
     after = lora_a_down if region.name == "gate_up" else None
     if bandwidth is None:
-        outcome = schedule.run(jobs, threads, after)
+        outcome = schedule.run(jobs, threads, after, products=products_of(region))
     else:
-        outcome = schedule.run_with_memory(jobs, threads, bandwidth, after)
+        outcome = schedule.run_with_memory(jobs, threads, bandwidth, after, products=products_of(region))
     longest = max((job.ns for job in jobs), default=0.0)
     return RegionTime(region.name, len(jobs), longest, region.serial_ns, outcome)
 

@@ -1,5 +1,6 @@
-"""Tasks on simulated threads, by the operator's rule: in the order of the list, each to the next free thread
-(parallel/tasks.hpp)."""
+"""Tasks on simulated threads, by the operator's rule (parallel/tasks.hpp): each to the next free thread, products
+with weights to those of even number from the front of the list and to the others from their back, the rest in
+order."""
 
 from __future__ import annotations
 
@@ -28,6 +29,30 @@ class Outcome:
         return 1.0 - self.busy_ns / (threads * self.wall_ns) if self.wall_ns else 0.0
 
 
+class TaskQueue:
+    """TaskQueue of parallel/tasks.hpp."""
+
+    IN_ORDER_PER_THREAD = 2
+
+    def __init__(self, jobs: Sequence[Job], threads: int, products: int) -> None:
+        self._jobs = jobs
+        self._from_both = max(min(products, len(jobs) - self.IN_ORDER_PER_THREAD * threads), 0)
+        self._taken = self._front = self._back = 0
+
+    def take(self, thread: int) -> Job | None:
+        taken = self._taken
+        if taken == len(self._jobs):
+            return None
+        self._taken += 1
+        if taken >= self._from_both:
+            return self._jobs[taken]
+        if thread % 2:
+            self._back += 1
+            return self._jobs[self._from_both - self._back]
+        self._front += 1
+        return self._jobs[self._front - 1]
+
+
 def group_sizes(jobs: Sequence[Job]) -> dict[int, int]:
     sizes: dict[int, int] = {}
     for job in jobs:
@@ -36,9 +61,12 @@ def group_sizes(jobs: Sequence[Job]) -> dict[int, int]:
     return sizes
 
 
-def run(jobs: Sequence[Job], threads: int, after: Callable[[int], Job] | None = None) -> Outcome:
-    """Without a limit on memory: a job takes its ns."""
+def run(
+    jobs: Sequence[Job], threads: int, after: Callable[[int], Job] | None = None, *, products: int = 0
+) -> Outcome:
+    """Without a limit on memory: a job takes its ns. The first ``products`` jobs are taken from both ends."""
     left = group_sizes(jobs)
+    queue = TaskQueue(jobs, threads, products)
     free = [(0.0, thread) for thread in range(threads)]
     pending: list[tuple[float, int, int]] = []  # (end, thread, group) of jobs whose group may go on
     busy = wall = 0.0
@@ -53,7 +81,7 @@ def run(jobs: Sequence[Job], threads: int, after: Callable[[int], Job] | None = 
             wall = max(wall, end + extra)
             heapq.heappush(free, (end + extra, thread))
 
-    for job in jobs:
+    for _ in jobs:
         while True:
             next_free = free[0][0] if free else float("inf")
             if pending and pending[0][0] <= next_free:
@@ -61,6 +89,8 @@ def run(jobs: Sequence[Job], threads: int, after: Callable[[int], Job] | None = 
                 continue
             break
         start, thread = heapq.heappop(free)
+        job = queue.take(thread)
+        assert job is not None
         end = start + job.ns
         busy += job.ns
         if job.group >= 0:
@@ -75,10 +105,11 @@ def run(jobs: Sequence[Job], threads: int, after: Callable[[int], Job] | None = 
 class _Running:
     """A job on a thread, by the share of it that is left."""
 
-    __slots__ = ("demand", "job", "left")
+    __slots__ = ("demand", "job", "left", "thread")
 
-    def __init__(self, job: Job) -> None:
+    def __init__(self, job: Job, thread: int) -> None:
         self.job = job
+        self.thread = thread
         self.left = max(job.ns, 1e-3)
         self.demand = job.bytes / self.left  # bytes per ns at full speed
 
@@ -99,18 +130,19 @@ def _fair_share(running: Sequence[_Running], bandwidth: float) -> float:
 
 
 def run_with_memory(
-    jobs: Sequence[Job], threads: int, bandwidth: float, after: Callable[[int], Job] | None = None
+    jobs: Sequence[Job],
+    threads: int,
+    bandwidth: float,
+    after: Callable[[int], Job] | None = None,
+    *,
+    products: int = 0,
 ) -> Outcome:
     """The same with memory that all threads share, `bandwidth` in bytes per ns (GB/s): what wants more than its
     fair share slows down to it."""
     left = group_sizes(jobs)
-    queue = iter(jobs)
-    running: list[_Running] = []
+    queue = TaskQueue(jobs, threads, products)
     now = busy = 0.0
-    for job in queue:
-        running.append(_Running(job))
-        if len(running) == threads:
-            break
+    running = [_Running(job, thread) for thread in range(threads) if (job := queue.take(thread)) is not None]
     while running:
         fair = _fair_share(running, bandwidth)
         step = min(r.left / r.rate(fair) for r in running)
@@ -126,10 +158,10 @@ def run_with_memory(
             if group >= 0:
                 left[group] -= 1
                 if left[group] == 0 and after is not None:
-                    still.append(_Running(after(group)))
+                    still.append(_Running(after(group), r.thread))
                     continue
-            following = next(queue, None)
+            following = queue.take(r.thread)
             if following is not None:
-                still.append(_Running(following))
+                still.append(_Running(following, r.thread))
         running = still
     return Outcome(now, busy)

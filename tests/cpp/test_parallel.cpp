@@ -16,6 +16,7 @@ namespace {
 
 using amx_sft_moe::index_t;
 using amx_sft_moe::parallel::run_tasks;
+using amx_sft_moe::parallel::TaskQueue;
 
 constexpr int kThreads = 4;
 constexpr unsigned kFlushDenormals = 0x8040;  // FTZ and DAZ
@@ -46,10 +47,45 @@ std::vector<unsigned> modes_of_the_threads() {
 TEST(Parallel, EveryTaskOnce) {
   for (const index_t tasks : {0, 1, 3, 1000}) {
     std::vector<std::atomic<int>> times(static_cast<std::size_t>(tasks));
-    run_tasks(kThreads, tasks,
-              [&](int) { return [&](index_t task) { ++times[static_cast<std::size_t>(task)]; }; });
-    for (const auto& count : times) EXPECT_EQ(count, 1);
+    const auto counting = [&](int) { return [&](index_t task) { ++times[static_cast<std::size_t>(task)]; }; };
+    run_tasks(kThreads, tasks, counting);
+    run_tasks(kThreads, tasks, counting, tasks / 2);
+    for (const auto& count : times) EXPECT_EQ(count, 2);
   }
+}
+
+std::vector<index_t> taken(TaskQueue& queue, const std::vector<int>& threads) {
+  std::vector<index_t> tasks;
+  for (const int thread : threads) tasks.push_back(queue.take(thread));
+  return tasks;
+}
+
+TEST(Parallel, ProductsAreTakenFromBothEndsAndTheLastTasksInTheirOrder) {
+  TaskQueue products(12, 12, 3);  // six from both ends, two for each thread in their order
+  EXPECT_EQ(taken(products, {0, 1, 2, 1, 1, 0}), (std::vector<index_t>{0, 5, 1, 4, 3, 2}));
+  EXPECT_EQ(taken(products, {1, 1, 0, 2, 2, 1}), (std::vector<index_t>{6, 7, 8, 9, 10, 11}));
+  EXPECT_GE(products.take(0), 12);
+  EXPECT_GE(products.take(1), 12);
+  TaskQueue some(12, 3, 2);
+  EXPECT_EQ(taken(some, {1, 0, 1, 1, 0}), (std::vector<index_t>{2, 0, 1, 3, 4}));
+}
+
+TEST(Parallel, AnyThreadsTakeAllTasks) {
+  EXPECT_EQ(
+      [] {
+        TaskQueue queue(7, 7, 2);
+        return taken(queue, std::vector<int>(7, 0));
+      }(),
+      (std::vector<index_t>{0, 1, 2, 3, 4, 5, 6}));
+  EXPECT_EQ(
+      [] {
+        TaskQueue queue(7, 7, 2);
+        return taken(queue, std::vector<int>(7, 1));
+      }(),
+      (std::vector<index_t>{2, 1, 0, 3, 4, 5, 6}));
+  TaskQueue few(3, 3, 2), others(7, 0, 2);
+  EXPECT_EQ(taken(few, {1, 1, 0}), (std::vector<index_t>{0, 1, 2}));
+  EXPECT_EQ(taken(others, {1, 1, 0}), (std::vector<index_t>{0, 1, 2}));
 }
 
 // On one thread too: there it is certain that the last but one does not see all.

@@ -38,6 +38,30 @@ class TestThreads:
         assert schedule.run(jobs(3, 3, 5), 2).wall_ns == 8
         assert schedule.run(jobs(5, 3, 3), 2).wall_ns == 6
 
+    @pytest.mark.parametrize("memory", [None, 1e9])
+    @pytest.mark.parametrize(
+        ("ns", "wall"),
+        [
+            ((4, 3, 5, 0, 0, 0, 0), 7),  # 4 and 3; 5: from both ends. In order it were 4; 3 and 5
+            ((4, 3, 5, 2, 1, 1, 1), 9),  # 4, 3, 1, 1; 5, 2, 1: the last four in order. Else 5 were the last
+        ],
+    )
+    def test_half_of_the_threads_take_products_from_the_back(
+        self, ns: tuple[float, ...], wall: float, memory: float | None
+    ) -> None:
+        work = jobs(*ns)
+        outcome = (
+            schedule.run(work, 2, products=7)
+            if memory is None
+            else schedule.run_with_memory(work, 2, memory, products=7)
+        )
+        assert outcome.wall_ns == pytest.approx(wall, abs=0.01)
+
+    def test_compute_and_memory_are_used_at_a_time(self) -> None:
+        # Half need all of the memory and half none: side by side both take as long as one kind alone.
+        work = [Job(10.0)] * 20 + [Job(10.0, bytes=100.0)] * 20
+        assert schedule.run_with_memory(work, 2, 10.0, products=40).wall_ns == pytest.approx(220)
+
     def test_more_threads_than_tasks(self) -> None:
         outcome = schedule.run(jobs(4, 4), 8)
         assert outcome.idle(8) == pytest.approx(0.75)

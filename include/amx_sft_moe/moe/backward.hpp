@@ -150,8 +150,9 @@ void add_product_tasks(Step<Kernel>& step, int kind, const ExpertRows& expert, i
   add_tasks(step.work.tasks, kind, expert, {expert.rows, cols, rows, col_step});
 }
 
+// Returns how many of the list's first tasks are products with the weights.
 template <class Kernel>
-void add_down_tasks(Step<Kernel>& step, const Gradients& grads) {
+index_t add_down_tasks(Step<Kernel>& step, const Gradients& grads) {
   auto& tasks = step.work.tasks;
   const bool wants_a = !grads.lora.down_a.empty();
   const bool wants_b = !grads.lora.down_b.empty() || !grads.biases.down.empty();
@@ -160,6 +161,7 @@ void add_down_tasks(Step<Kernel>& step, const Gradients& grads) {
   for (const ExpertRows& expert : step.work.routing.active()) {
     add_product_tasks(step, kDownGemm, expert, step.hidden, step.intermediate);
   }
+  const index_t products = num_tasks(step);
   for (const ExpertRows& expert : step.work.routing.active()) {
     if (wants_weight) add_weight_tasks(step, kDownWeight, expert, step.hidden, step.intermediate);
     if (wants_a) add_gradient_tasks(step, kDownGradA, expert, step.intermediate);
@@ -167,12 +169,13 @@ void add_down_tasks(Step<Kernel>& step, const Gradients& grads) {
   }
   if (wants_weight) add_idle_tasks(tasks, kDownWeightIdle, step.work.routing, grads);
   if (wants_a || wants_b) add_idle_tasks(tasks, kDownIdle, step.work.routing, grads);
+  return products;
 }
 
 template <class Kernel>
 void backward_down(Step<Kernel>& step, const BackwardRows<Kernel>& rows, const Gradients& grads) {
-  add_down_tasks(step, grads);
-  run_region(step, PhaseGroup::kBackwardDown, [&](Worker<Kernel>& worker, const Task& task) {
+  const index_t products = add_down_tasks(step, grads);
+  run_region(step, PhaseGroup::kBackwardDown, products, [&](Worker<Kernel>& worker, const Task& task) {
     switch (static_cast<DownTask>(task.kind)) {
       case kDownGemm:
         worker.time(Phase::kD3Gemm, [&] { backward_down_gemm(step, rows, worker, task); });
@@ -290,8 +293,9 @@ void backward_grad_a(Step<Kernel>& step, const BackwardRows<Kernel>& rows, Worke
   worker.time(Phase::kGuLoraUp, [&] { gradient(std::array{up}, grads.lora.up_a, step.lora.up.rank()); });
 }
 
+// As add_down_tasks().
 template <class Kernel>
-void add_gate_up_tasks(Step<Kernel>& step, const Gradients& grads) {
+index_t add_gate_up_tasks(Step<Kernel>& step, const Gradients& grads) {
   auto& tasks = step.work.tasks;
   const LoraGradients& to = grads.lora;
   const bool wants_a = !to.gate_a.empty() || !to.up_a.empty();
@@ -305,6 +309,7 @@ void add_gate_up_tasks(Step<Kernel>& step, const Gradients& grads) {
       add_product_tasks(step, kBasePass, expert, 2 * step.intermediate, step.hidden);
     }
   }
+  const index_t products = num_tasks(step);
   for (const ExpertRows& expert : step.work.routing.active()) {
     if (wants_gate) add_weight_tasks(step, kGateWeight, expert, step.intermediate, step.hidden);
     if (wants_up) add_weight_tasks(step, kUpWeight, expert, step.intermediate, step.hidden);
@@ -317,13 +322,14 @@ void add_gate_up_tasks(Step<Kernel>& step, const Gradients& grads) {
   if (wants_a || wants_gate_b || wants_up_b) {
     add_idle_tasks(tasks, kGateUpIdle, step.work.routing, grads);
   }
+  return products;
 }
 
 template <class Kernel>
 void backward_gate_up(Step<Kernel>& step, const BackwardRows<Kernel>& rows, const AnyConstMatrix& x,
                       const Gradients& grads) {
-  add_gate_up_tasks(step, grads);
-  run_region(step, PhaseGroup::kBackwardGateUp, [&](Worker<Kernel>& worker, const Task& task) {
+  const index_t products = add_gate_up_tasks(step, grads);
+  run_region(step, PhaseGroup::kBackwardGateUp, products, [&](Worker<Kernel>& worker, const Task& task) {
     switch (static_cast<GateUpTask>(task.kind)) {
       case kBasePass:
         worker.time(Phase::kGuBasePass, [&] { backward_base_pass(step, rows, worker, task); });

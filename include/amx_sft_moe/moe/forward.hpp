@@ -116,7 +116,7 @@ void forward_gate_up(Step<Kernel>& step, const ForwardRows<Kernel>& operands) {
   for (const Task& task : work.tasks) unfinished[task.group].add(1);
 
   const bool past_caches = step.template past_caches<typename Kernel::Stored>(2 * step.intermediate);
-  run_region(step, PhaseGroup::kForwardGateUp, [&](Worker<Kernel>& worker, const Task& task) {
+  run_region(step, PhaseGroup::kForwardGateUp, num_tasks(step), [&](Worker<Kernel>& worker, const Task& task) {
     const ExpertRows& expert = *task.expert;
     const index_t e = expert.expert;
     const auto x = operands.x.of(expert, task.row);
@@ -154,7 +154,7 @@ void forward_down(Step<Kernel>& step, const ForwardRows<Kernel>& operands) {
   for (const ExpertRows& expert : work.routing.active()) {
     add_weight_row_tasks(step, expert, step.intermediate, step.hidden);
   }
-  run_region(step, PhaseGroup::kForwardDown, [&](Worker<Kernel>& worker, const Task& task) {
+  run_region(step, PhaseGroup::kForwardDown, num_tasks(step), [&](Worker<Kernel>& worker, const Task& task) {
     const ExpertRows& expert = *task.expert;
     const index_t e = expert.expert;
     worker.time(Phase::kDownGemm, [&] {

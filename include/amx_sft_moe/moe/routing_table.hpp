@@ -40,7 +40,8 @@ class RoutingTable {
 
   index_t routed_rows() const { return routed_rows_; }  // S
   index_t panels() const { return panels_; }
-  // Experts with rows, the busiest first: long tasks start early.
+  // Experts with rows, the busiest first: long tasks start early, and those that wait for memory are at the end, where half
+  // of the threads begin (parallel/tasks.hpp).
   std::span<const ExpertRows> active() const { return {active_.data(), static_cast<std::size_t>(num_active_)}; }
   // Experts without rows.
   std::span<const index_t> idle() const { return {idle_.data(), static_cast<std::size_t>(num_idle_)}; }

@@ -66,20 +66,31 @@ struct Worker {
   }
 };
 
+template <class Kernel>
+index_t num_tasks(const Step<Kernel>& step) {
+  return static_cast<index_t>(step.work.tasks.size());
+}
+
 // One parallel region over step.work.tasks: run(worker, task) on some thread for each. Its end is a
-// synchronisation point; without tasks there is none.
+// synchronisation point; without tasks there is none. The first `products` tasks multiply with weights, the experts of most
+// rows first.
 template <class Kernel, class Run>
-void run_region(Step<Kernel>& step, PhaseGroup group, Run&& run) {
+void run_region(Step<Kernel>& step, PhaseGroup group, index_t products, Run&& run) {
   const auto& tasks = step.work.tasks;
   if (tasks.empty()) return;
-  BACKWARD_TIMER_START(step.timer, group, step.threads, static_cast<index_t>(tasks.size()));
-  parallel::run_tasks(step.threads, static_cast<index_t>(tasks.size()), [&](int thread) {
+  BACKWARD_TIMER_START(step.timer, group, step.threads, num_tasks(step));
+  const auto make_worker = [&](int thread) {
     // The lambda is the worker's call operator; the Worker lives in it, on its thread, until no task is left.
     return
         [&, worker = Worker<Kernel>(step.timer, thread, step.work.scratch[static_cast<std::size_t>(thread)])](
             index_t i) mutable { run(worker, tasks[static_cast<std::size_t>(i)]); };
-  });
+  };
+  parallel::run_tasks(step.threads, num_tasks(step), make_worker, products);
   BACKWARD_TIMER_END(step.timer);
+}
+template <class Kernel, class Run>
+void run_region(Step<Kernel>& step, PhaseGroup group, Run&& run) {
+  run_region(step, group, 0, std::forward<Run>(run));
 }
 
 // [rows, cols] in rectangles of up to [row_step, col_step].

@@ -5,6 +5,7 @@
 // and are rethrown, the first one, on the calling thread.
 #pragma once
 
+#include <algorithm>
 #include <atomic>
 #include <exception>
 #include <mutex>
@@ -73,12 +74,37 @@ class FirstError {
   std::atomic<bool> raised_{false};
 };
 
+// Hands out tasks 0..n-1, each once, to any number of threads; in their order but for the first `products` of them.
+// Those multiply with weights and begin with most tokens, which wait for arithmetic, and end with fewest, which wait for
+// memory: threads of even number take them from the front, the others from the back, so that both are in use at a time
+// (benchmarks/LOG.md, "From both ends"). The last tasks of all come in their order, so that threads end together.
+class TaskQueue {
+ public:
+  TaskQueue(index_t tasks, index_t products, int threads)
+      : from_both_(std::max<index_t>(std::min(products, tasks - kInOrderPerThread * threads), 0)) {}
+
+  // n or more: none is left.
+  index_t take(int thread) {
+    const index_t taken = taken_.fetch_add(1, std::memory_order_relaxed);
+    if (taken >= from_both_) return taken;
+    const bool back = thread % 2 != 0;
+    const index_t here = (back ? from_back_ : from_front_).fetch_add(1, std::memory_order_relaxed);
+    return back ? from_both_ - 1 - here : here;
+  }
+
+ private:
+  static constexpr index_t kInOrderPerThread = 2;
+
+  const index_t from_both_;  // so many, from the first on
+  std::atomic<index_t> taken_{0}, from_front_{0}, from_back_{0};
+};
+
 // make_worker(thread) is called once on each thread of the team (0 <= thread < num_threads) and returns an
 // object whose call operator takes a task's index; the object is destroyed on its thread when no task is left.
-// All of them round as the calling thread does.
+// All of them round as the calling thread does. `products`: TaskQueue's.
 template <class MakeWorker>
-void run_tasks(int num_threads, index_t tasks, MakeWorker&& make_worker) {
-  std::atomic<index_t> next{0};
+void run_tasks(int num_threads, index_t tasks, MakeWorker&& make_worker, index_t products = 0) {
+  TaskQueue queue(tasks, products, num_threads);
   FirstError error;
   const FloatMode mode = FloatMode::of_this_thread();
   auto work = [&](int thread) noexcept {
@@ -86,7 +112,7 @@ void run_tasks(int num_threads, index_t tasks, MakeWorker&& make_worker) {
     try {
       auto worker = make_worker(thread);
       for (;;) {
-        const index_t task = next.fetch_add(1, std::memory_order_relaxed);
+        const index_t task = queue.take(thread);
         if (task >= tasks || error.raised()) break;
         worker(task);
       }
@@ -95,7 +121,7 @@ void run_tasks(int num_threads, index_t tasks, MakeWorker&& make_worker) {
     }
   };
 #ifdef _OPENMP
-  // A nested or restricted OpenMP may grant fewer threads: the counter hands out all tasks all the same.
+  // A nested or restricted OpenMP may grant fewer threads: the queue hands out all tasks all the same.
 #pragma omp parallel num_threads(num_threads) if (num_threads > 1)
   work(omp_get_thread_num());
 #else
