@@ -1,6 +1,8 @@
-"""Tasks on simulated threads, by the operator's rule (parallel/tasks.hpp): each to the next free thread, products
-with weights to those of even number from the front of the list and to the others from their back, the rest in
-order."""
+"""Tasks on simulated threads, by the operator's rule (parallel/tasks.hpp).
+
+Each goes to the next free thread: products with weights to those of even number from the front of the list and
+to the others from their back, the rest in order.
+"""
 
 from __future__ import annotations
 
