@@ -4,10 +4,10 @@
     python benchmarks/replay.py measure [--repeats 5]         measures what tasks cost here: task_costs.json
 
 Lists come from the operator (bench_tasks list), costs from task_costs.json, the rule from parallel/tasks.hpp:
-a thread that is free takes the next task of the list, those of odd number from its back (schedule.py). Idle is
-the share of all threads' time in which they have no task, serial work of the calling thread (sorting routes,
-making lists) included. Waking threads and taking a task cost nothing here. With --bandwidth the threads share
-that much memory bandwidth; without, each task takes what it took alone.
+a thread that is free takes the next task of the list, of products with weights those of odd number from the
+back. Idle is the share of all threads' time in which they have no task, serial work of the calling thread
+(sorting routes, making lists) included. Waking threads and taking a task cost nothing here. With --bandwidth
+the threads share that much memory bandwidth; without, each task takes what it took alone.
 """
 
 from __future__ import annotations
@@ -59,8 +59,8 @@ def jobs_of(tasks: TaskList, region: Region, costs: Costs) -> list[schedule.Job]
     ]
 
 
-def products_of(region: Region) -> int:
-    """Tasks that multiply with base weights: the first of the list, and the first of each phase's kinds."""
+def weight_products(region: Region) -> int:
+    """How many of the list's first tasks multiply with base weights and are taken from both ends."""
     return sum(t.kind == 0 for t in region.tasks) if region.name in WITH_WEIGHTS else 0
 
 
@@ -76,9 +76,9 @@ def replay_region(
     jobs = jobs_of(tasks, region, costs)
     after = lora_a_down if region.name == "gate_up" else None
     if bandwidth is None:
-        outcome = schedule.run(jobs, threads, after, products=products_of(region))
+        outcome = schedule.run(jobs, threads, after, products=weight_products(region))
     else:
-        outcome = schedule.run_with_memory(jobs, threads, bandwidth, after, products=products_of(region))
+        outcome = schedule.run_with_memory(jobs, threads, bandwidth, after, products=weight_products(region))
     longest = max((job.ns for job in jobs), default=0.0)
     return RegionTime(region.name, len(jobs), longest, region.serial_ns, outcome)
 

@@ -3,10 +3,12 @@
 #include <gtest/gtest.h>
 #include <xmmintrin.h>
 
+#include <array>
 #include <atomic>
 #include <memory>
 #include <numeric>
 #include <stdexcept>
+#include <thread>
 #include <vector>
 
 #include "amx_sft_moe/parallel/tasks.hpp"
@@ -70,22 +72,35 @@ TEST(Parallel, ProductsAreTakenFromBothEndsAndTheLastTasksInTheirOrder) {
   EXPECT_EQ(taken(some, {1, 0, 1, 1, 0}), (std::vector<index_t>{2, 0, 1, 3, 4}));
 }
 
+// OpenMP may grant any part of a team; and few tasks, or no products, are taken in their order.
 TEST(Parallel, AnyThreadsTakeAllTasks) {
-  EXPECT_EQ(
-      [] {
-        TaskQueue queue(7, 7, 2);
-        return taken(queue, std::vector<int>(7, 0));
-      }(),
-      (std::vector<index_t>{0, 1, 2, 3, 4, 5, 6}));
-  EXPECT_EQ(
-      [] {
-        TaskQueue queue(7, 7, 2);
-        return taken(queue, std::vector<int>(7, 1));
-      }(),
-      (std::vector<index_t>{2, 1, 0, 3, 4, 5, 6}));
-  TaskQueue few(3, 3, 2), others(7, 0, 2);
+  TaskQueue by_even(7, 7, 2), by_odd(7, 7, 2), few(3, 3, 2), no_products(7, 0, 2);
+  EXPECT_EQ(taken(by_even, std::vector<int>(7, 0)), (std::vector<index_t>{0, 1, 2, 3, 4, 5, 6}));
+  EXPECT_EQ(taken(by_odd, std::vector<int>(7, 1)), (std::vector<index_t>{2, 1, 0, 3, 4, 5, 6}));
   EXPECT_EQ(taken(few, {1, 1, 0}), (std::vector<index_t>{0, 1, 2}));
-  EXPECT_EQ(taken(others, {1, 1, 0}), (std::vector<index_t>{0, 1, 2}));
+  EXPECT_EQ(taken(no_products, {1, 1, 0}), (std::vector<index_t>{0, 1, 2}));
+}
+
+// The first task of each of two threads, neither of which takes a second one before the other has its first.
+std::array<index_t, 2> first_tasks(index_t tasks, index_t products) {
+  std::array<index_t, 2> first{-1, -1};
+  std::atomic<int> began{0};
+  const auto make_worker = [&](int thread) {
+    return [&began, &mine = first.at(static_cast<std::size_t>(thread))](index_t task) {
+      if (mine >= 0) return;
+      mine = task;
+      for (++began; began < 2;) std::this_thread::yield();
+    };
+  };
+  run_tasks(2, tasks, make_worker, products);
+  return first;
+}
+
+TEST(Parallel, RegionsTakeTheirProductsFromBothEnds) {
+  EXPECT_EQ(first_tasks(9, 9), (std::array<index_t, 2>{0, 4}));
+  EXPECT_EQ(first_tasks(9, 3), (std::array<index_t, 2>{0, 2}));
+  const std::array<index_t, 2> in_order = first_tasks(9, 0);
+  EXPECT_EQ(in_order[0] + in_order[1], 1);
 }
 
 // On one thread too: there it is certain that the last but one does not see all.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import re
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -56,6 +56,17 @@ class TestThreads:
             else schedule.run_with_memory(work, 2, memory, products=7)
         )
         assert outcome.wall_ns == pytest.approx(wall, abs=0.01)
+
+    def test_the_queue_is_that_of_the_operator(self) -> None:  # the same cases as in test_parallel.cpp
+        def taken(tasks: int, products: int, threads: int, by: list[int]) -> list[float | None]:
+            queue = schedule.TaskQueue(jobs(*range(tasks)), threads, products)
+            return [job.ns if (job := queue.take(thread)) is not None else None for thread in by]
+
+        all_twelve = [0, 5, 1, 4, 3, 2, 6, 7, 8, 9, 10, 11, None, None]
+        assert taken(12, 12, 3, [0, 1, 2, 1, 1, 0, 1, 1, 0, 2, 2, 1, 0, 1]) == all_twelve
+        assert taken(12, 3, 2, [1, 0, 1, 1, 0]) == [2, 0, 1, 3, 4]
+        assert taken(7, 7, 2, [1] * 7) == [2, 1, 0, 3, 4, 5, 6]
+        assert taken(3, 3, 2, [1, 1, 0]) == [0, 1, 2]
 
     def test_compute_and_memory_are_used_at_a_time(self) -> None:
         # Half need all of the memory and half none: side by side both take as long as one kind alone.
@@ -219,6 +230,42 @@ def test_lists_hold_every_row_and_column(spread: str) -> None:
     counted = sum(p["tdpbf16ps"] for p in by_name["grad_gate_up"].phases)
     modelled = sum(amx_model.products_of(tasks, "grad_gate_up", t) for t in by_name["grad_gate_up"].tasks)
     assert modelled == pytest.approx(counted, rel=0.01)
+
+
+# What taking them from both ends is for: those of most rows at the one, of fewest at the other.
+@needs_bench_tasks
+def test_products_with_weights_are_the_first_tasks_the_busiest_before_others() -> None:
+    tasks = tasklist.list_tasks(tasklist.PROGRAM, "small", 24, "zipf", replay.COUNTED_KERNEL, 2)
+    by_name = {r.name: r for r in tasks.regions}
+    for region in (by_name[name] for name in replay.WITH_WEIGHTS):
+        products = region.tasks[: replay.weight_products(region)]
+        assert {t.kind for t in products} == {0}
+        assert len({t.expert for t in products}) == tasks.active_experts
+        rows = [t.expert_rows for t in products]
+        assert rows == sorted(rows, reverse=True)
+        assert rows[0] > rows[-1]
+
+
+@needs_bench_tasks
+@pytest.mark.parametrize("memory", [None, 246.0])
+def test_products_of_all_four_phases_are_taken_from_both_ends(
+    memory: float | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    taken: list[int] = []
+
+    class Queue(schedule.TaskQueue):
+        def __init__(self, jobs: Sequence[Job], threads: int, products: int) -> None:
+            super().__init__(jobs, threads, products)
+            taken.append(products)
+
+    monkeypatch.setattr(schedule, "TaskQueue", Queue)
+    kernel = replay.MEASURED_KERNEL
+    tasks = tasklist.list_tasks(tasklist.PROGRAM, "qwen3-30b-a3b", 8, "uniform", kernel, 2)
+    replay.replay(tasks, tasklist.load_costs(tasklist.COSTS, "qwen3-30b-a3b", kernel), 2, memory)
+    with_weights = [
+        name for name, products in zip(tasklist.FORWARD + tasklist.BACKWARD, taken, strict=True) if products > 0
+    ]
+    assert with_weights == ["gate_up", "down", "grad_down", "grad_gate_up"]
 
 
 def test_a_machine_at_hand_is_told_as_a_whole() -> None:
