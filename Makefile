@@ -223,7 +223,7 @@ wheel: $(VENV)/onednn
 	$(BIN)/python tests/wheel/build.py $(ARGS) dist $(WHEEL_PYTHONS)
 
 NO_ONEDNN = $(shell [ -e /usr/include/dnnl.hpp ] || echo %/onednn_module.cpp)
-TIDIED = tests/lint/every_kernel.cpp $(filter-out $(NO_ONEDNN),$(wildcard python/src/*.cpp))
+TIDIED = tests/lint/every_kernel.cpp $(filter-out python/src/kernel_% $(NO_ONEDNN),$(wildcard python/src/*.cpp))
 
 tidy: $(VENV)/clang $(VENV)/onednn
 	printf '%s\n' $(TIDIED) | xargs -P $(JOBS) -I{} clang-tidy-16 --quiet {} -- -std=c++20 -Iinclude \

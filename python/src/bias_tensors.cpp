@@ -3,7 +3,8 @@
 namespace amx_sft_moe::python {
 namespace {
 
-constexpr std::array<std::string_view, kBiasCount> kNames{"gate_bias", "up_bias", "down_bias", "gate_up_bias"};
+constexpr std::array<std::string_view, kBiasCount> kBiasNames{"gate_bias", "up_bias", "down_bias",
+                                                              "gate_up_bias"};
 
 index_t length_of(std::size_t bias, const Config& config) {
   if (bias == kDownBias) return config.hidden_size;
@@ -25,7 +26,7 @@ Tensor read_bias(py::handle object, std::string_view name, index_t experts, inde
 }  // namespace
 
 std::string_view BiasObjects::name(std::size_t bias) {
-  return kNames[bias];
+  return kBiasNames[bias];
 }
 
 BiasTensors read_biases(const BiasObjects& objects, const Config& config) {
@@ -36,7 +37,7 @@ BiasTensors read_biases(const BiasObjects& objects, const Config& config) {
   }
   for (std::size_t b = 0; b < kBiasCount; ++b) {
     if (!given[b].is_none()) {
-      biases.tensors[b] = read_bias(given[b], kNames[b], config.num_experts, length_of(b, config));
+      biases.tensors[b] = read_bias(given[b], kBiasNames[b], config.num_experts, length_of(b, config));
     }
   }
   const index_t inner = config.intermediate_size;
@@ -53,7 +54,7 @@ BiasTensors read_biases(const BiasObjects& objects, const Config& config) {
 
 void bind_bias_gradient(BiasGradients& gradients, std::size_t bias, const Tensor& tensor,
                         const Config& config) {
-  const std::string name = concat("out.", kNames[bias]);
+  const std::string name = concat("out.", kBiasNames[bias]);
   const index_t length = length_of(bias, config);
   require_float(tensor, name);
   require_shape(tensor, name, {config.num_experts, length});

@@ -2,6 +2,20 @@
 
 #include <utility>
 
+namespace amx_sft_moe {
+
+// Each in a unit of its own, kernel_*.cpp: a kernel takes as long to compile as everything else here.
+extern template class registry::TypedSftMoe<kernels::AmxBf16>;
+extern template class registry::TypedSftMoe<kernels::Avx512Bf16>;
+extern template class registry::TypedSftMoe<kernels::Avx512<bf16>>;
+extern template class registry::TypedSftMoe<kernels::Avx512<float>>;
+extern template class registry::TypedSftMoe<kernels::Avx2<bf16>>;
+extern template class registry::TypedSftMoe<kernels::Avx2<float>>;
+extern template class registry::TypedSftMoe<kernels::Portable<bf16>>;
+extern template class registry::TypedSftMoe<kernels::Portable<float>>;
+
+}  // namespace amx_sft_moe
+
 namespace amx_sft_moe::python {
 
 namespace py = pybind11;

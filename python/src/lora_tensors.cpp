@@ -5,8 +5,8 @@
 namespace amx_sft_moe::python {
 namespace {
 
-constexpr std::array<std::string_view, kFactorCount> kNames{"gate_lora_a", "gate_lora_b", "up_lora_a",
-                                                            "up_lora_b",   "down_lora_a", "down_lora_b"};
+constexpr std::array<std::string_view, kFactorCount> kFactorNames{"gate_lora_a", "gate_lora_b", "up_lora_a",
+                                                                  "up_lora_b",   "down_lora_a", "down_lora_b"};
 constexpr std::array<std::string_view, 3> kScalings{"gate_scaling", "up_scaling", "down_scaling"};
 
 // Reads A [E, r, in] and B [E, out, r] of one projection; false where it has no adapter.
@@ -53,7 +53,7 @@ void require_finite(std::string_view argument, std::optional<float> value) {
 std::string_view LoraObjects::name(std::size_t factor) const {
   if (shared_a && factor == kGateA) return "gate_up_lora_a";
   if (shared_a && factor == kGateB) return "gate_up_lora_b";
-  return kNames[factor];
+  return kFactorNames[factor];
 }
 
 // NOLINTBEGIN(bugprone-unchecked-optional-access): read_pair() says whether both are there.

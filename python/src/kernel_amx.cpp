@@ -1,0 +1,3 @@
+#include "amx_sft_moe/amx_sft_moe.hpp"
+
+template class amx_sft_moe::registry::TypedSftMoe<amx_sft_moe::kernels::AmxBf16>;
