@@ -90,6 +90,7 @@ def test_a_run(family, tmp_path, capsys, monkeypatch):
     assert f"on the experts of {layers} layers" in out
     assert ("bfloat16 (experts) and float32 (the rest)" in out) == apart
     assert "beware" not in out
+    assert ("in gpt_oss several in a row would see each other" in out) == (family == "gpt_oss")
     config = json.loads((tmp_path / "out" / "adapter" / "adapter_config.json").read_text())
     assert attention <= set(config["target_modules"])
     assert not {"gate", "router", "shared_expert_gate", "lm_head"} & set(config["target_modules"])
@@ -251,12 +252,13 @@ def test_tokens_that_the_model_does_not_know(tmp_path):
     base = stages.Base(folder, folder, tokenizer)
     wanted = options(tmp_path, folder)
     say = Terminal(1)
-    found = stages.examples_as_tokens(wanted, text, base, say)
-    assert int(found.training.input_ids.max()) < size
+    found = stages.encode_examples(wanted, text, base, say)
+    assert max(token for example in found.training for token in example.tokens) < size
+    assert found.padding < size
     part[1] = Example("Count", " <new>")
     message = rf"expected token ids below {size} \(vocab_size of config\.json\).*, got {size} \('<new>'\)"
     with pytest.raises(FinetuneError, match=message):
-        stages.examples_as_tokens(wanted, text, base, say)
+        stages.encode_examples(wanted, text, base, say)
     tokenizer.eos_token = "<new>"
     assert stages._padding_id(tokenizer, size) == 0
 

@@ -12,9 +12,13 @@ from amx_sft_moe.finetune.errors import FinetuneError
 from amx_sft_moe.finetune.held_out import IGNORED, held_out_loss
 from amx_sft_moe.finetune.model import make_model
 from amx_sft_moe.finetune.options import ModelShape
-from amx_sft_moe.finetune.packing import Encoded, chunk, encode_examples, pack
+from amx_sft_moe.finetune.packing import Encoded, chunk, encode_examples, one_per_row, pack
+from amx_sft_moe.finetune.separation import keeps_examples_apart
 from amx_sft_moe.finetune.tokenizer import train_tokenizer
 from amx_sft_moe.finetune.training import train
+from composite_models import TEXT_ALONE, WHOLE
+from composite_models import make as make_composite
+from families import FAMILIES, VOCABULARY, family_model, with_lora
 
 TEXTS = [f"The {word} of the experts is routed to token {n}." for n in range(40) for word in ("sum", "gate")]
 
@@ -139,18 +143,58 @@ def test_prose_is_one_stream(tokenizer):
         chunk(tokenizer, documents[:1], 4096)
 
 
-def test_examples_in_one_row_do_not_see_each_other(tokenizer):
-    """The loss over packed rows is that over the examples one by one."""
-    shape = ModelShape(vocabulary=len(tokenizer), layers=2, hidden=32, intermediate=32, experts=4, top_k=2)
-    model = make_model(shape, tokenizer, 64, seed=0)
-    examples = [Example(text[:8], text[8:]) for text in TEXTS[:9]]
-    encoded, _ = encode_examples(tokenizer, examples, 64)
-    packed = pack(encoded, 64, tokenizer.pad_token_id)
-    assert len(packed) < len(encoded)
-    alone = [pack([one], len(one.tokens), tokenizer.pad_token_id) for one in encoded]
-    expected = sum(held_out_loss(model, one.tensors(), 1) * one.predicted for one in alone) / packed.predicted
-    assert held_out_loss(model, packed.tensors(), 2) == pytest.approx(expected, rel=1e-5)
+def model_of(family: str) -> torch.nn.Module:
+    if family in FAMILIES:
+        return family_model(family, "eager")
+    return make_composite(family, **({"pad_token_id": 0} if family == "gemma4" else {}))
+
+
+# Masks made without position ids; a state that is carried along the row.
+SEEN_BY_OTHERS = {"gpt_oss", "qwen3_5_moe", "qwen4_exp"}
+
+
+@pytest.mark.parametrize("family", [*FAMILIES, *TEXT_ALONE, *WHOLE])
+def test_examples_do_not_see_each_other(family):
+    """The loss over rows is that over the examples one by one, in whatever rows the model lets them share."""
+    model = model_of(family).train()
+    encoded = [
+        Encoded(tokens, [IGNORED, *tokens[1:]])
+        for n, length in enumerate((9, 5, 12, 2, 7))
+        for tokens in [[3 + (11 * n + 5 * at) % (VOCABULARY - 3) for at in range(length)]]
+    ]
+    apart = keeps_examples_apart(model, encoded[0].tokens)
+    assert apart == (family not in SEEN_BY_OTHERS)
     assert model.training  # left as it was
+    assert all(parameter.grad is None for parameter in model.parameters())
+    blocks = pack(encoded, 32, 0) if apart else one_per_row(encoded, 32, 0)
+    assert len(blocks) == (2 if apart else 5)
+    alone = [pack([one], len(one.tokens), 0) for one in encoded]
+    expected = sum(held_out_loss(model, one.tensors(), 1) * one.predicted for one in alone) / blocks.predicted
+    assert held_out_loss(model, blocks.tensors(), 2) == pytest.approx(expected, rel=1e-5)
+    assert model.training
+    if not apart:  # what is told of it is true
+        packed = held_out_loss(model, pack(encoded, 32, 0).tensors(), 2)
+        assert packed != pytest.approx(expected, rel=3e-6)  # of qwen4_exp 1.6e-5, of gpt_oss a hundredth
+
+
+@pytest.mark.parametrize("family", ["qwen3_moe", "deepseek_v3", "gpt_oss"])
+def test_examples_are_told_apart_in_bf16_and_with_an_adapter(family):
+    model = with_lora(family_model(family, "amx_sft_moe", torch.bfloat16)).eval()
+    assert keeps_examples_apart(model, [5, 9]) == (family not in SEEN_BY_OTHERS)
+    assert not model.training
+    embeddings = model.get_base_model().get_input_embeddings()
+    assert not embeddings._forward_hooks  # nothing stays behind
+
+
+def test_one_example_a_row():
+    blocks = one_per_row(examples_of([5, 7, 3]), 16, padding_id=1)
+    assert blocks.input_ids.shape == (3, 7)
+    assert blocks.lengths.tolist() == [5, 7, 3]
+    assert blocks.input_ids.tolist()[2] == [102] * 3 + [1] * 4
+    assert blocks.labels.tolist()[2] == [IGNORED, 102, 102] + [IGNORED] * 4
+    assert blocks.predicted == 12
+    with pytest.raises(FinetuneError, match="--sequence-length"):
+        one_per_row([], 8, padding_id=1)
 
 
 def test_training_gives_the_same_weights_each_time(tokenizer, tmp_path):

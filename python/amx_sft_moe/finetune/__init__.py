@@ -6,6 +6,7 @@
     tokenizer              a byte-level BPE trained on them
     packing                token blocks [N, L], with labels only where the loss counts
     model                  a small Qwen3-MoE, or the user's checkpoint; LoRA on its experts and attention
+    separation             whether examples that share a row see each other in that model
     training, held_out     the HF Trainer with one progress bar; the loss on text that no step has seen
     output                 the folder of the run; adapter and base come to lie in it together
     adapter                the adapter on disk, per expert, and its loss under stock PEFT

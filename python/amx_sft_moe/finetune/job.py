@@ -57,8 +57,10 @@ def run(options: Options, say: Terminal | None = None) -> results.Results:
         with say.stage("Base model" if options.model is None else f"Base model {options.model}"):
             base = stages.base_model(options, text, out, scratch, say)
         with say.stage("LoRA on experts and attention, the experts in amx_sft_moe"):
-            tokens = stages.examples_as_tokens(options, text, base, say)
-            adapted = stages.train_adapter(options, base, tokens, scratch, say)
+            examples = stages.encode_examples(options, text, base, say)
+            with_adapter = stages.load_adapted(options, base, say)
+            tokens = stages.lay_out(options, examples, with_adapter, say)
+            adapted = stages.train_adapter(options, with_adapter, tokens, scratch, say)
         found = _trained(options, environment, text, base, tokens, adapted)
         count = max(options.compare_steps, 1)
         batches = comparison.batches(tokens.training, count, options.batch_size, options.seed)

@@ -1,4 +1,4 @@
-"""Token blocks for training: several examples per row, each of which sees only itself."""
+"""Token blocks for training: several examples per row where each sees only itself there, else one per row."""
 
 from __future__ import annotations
 
@@ -38,8 +38,8 @@ class EncodingCounts:
 class TokenBlocks(Dataset[dict[str, torch.Tensor]]):
     """`input_ids`, `labels` and `position_ids`, int64 [N, L] each; item i is a dict of the three rows i.
 
-    A position id that does not follow its predecessor starts a new example: transformers derives from it an
-    attention mask under which examples that share a row do not see each other.
+    A position id that does not follow its predecessor starts a new example: for most models transformers
+    derives from it an attention mask under which examples of one row do not see each other (separation.py).
     """
 
     def __init__(
@@ -139,16 +139,35 @@ def _fill_rows(encoded: Iterable[Encoded], sequence_length: int) -> list[list[En
 
 
 def pack(encoded: Sequence[Encoded], sequence_length: int, padding_id: int) -> TokenBlocks:
-    """Lays examples of at most `sequence_length` tokens into rows [N, sequence_length].
+    """Lays examples of at most `sequence_length` tokens into rows [N, sequence_length], several in one.
 
     Raises FinetuneError if there are none.
     """
+    require_any(encoded, sequence_length)
+    return _laid_out(_fill_rows(encoded, sequence_length), sequence_length, padding_id)
+
+
+def one_per_row(encoded: Sequence[Encoded], sequence_length: int, padding_id: int) -> TokenBlocks:
+    """Lays each example into a row of its own, [N, tokens of the longest]. What fills a row up stands behind
+    its example, where a causal model does not see it.
+
+    Raises FinetuneError if there are none.
+    """
+    require_any(encoded, sequence_length)
+    longest = max(len(example.tokens) for example in encoded)
+    return _laid_out([[example] for example in encoded], longest, padding_id)
+
+
+def require_any(encoded: Sequence[Encoded], sequence_length: int) -> None:
+    """FinetuneError if there is no example."""
     if not encoded:
         raise FinetuneError(
             f"no example has a token to predict within {sequence_length} tokens; try longer texts, or a larger "
             "--sequence-length"
         )
-    rows = _fill_rows(encoded, sequence_length)
+
+
+def _laid_out(rows: Sequence[Sequence[Encoded]], sequence_length: int, padding_id: int) -> TokenBlocks:
     input_ids = torch.full((len(rows), sequence_length), padding_id, dtype=torch.int64)
     labels = torch.full_like(input_ids, IGNORED)
     position_ids = torch.zeros_like(input_ids)

@@ -17,10 +17,12 @@ from amx_sft_moe.errors import cause_of
 from . import adapter, comparison, corpus, hook, jsonl, model, packing, report, results
 from .corpus import Document, Example
 from .errors import DivergedError, FinetuneError
+from .held_out import IGNORED
 from .model import Trained
 from .options import OURS, TORCH_GROUPED, Options
 from .output import ADAPTER, BASE, Output
-from .packing import TokenBlocks
+from .packing import Encoded, TokenBlocks
+from .separation import keeps_examples_apart
 from .tables import loss
 from .terminal import Terminal
 from .tokenizer import train_tokenizer
@@ -53,8 +55,19 @@ class Base:
 
 
 @dataclass(frozen=True)
+class Examples:
+    """The examples as tokens, each for itself."""
+
+    training: list[Encoded]
+    held_out: list[Encoded]
+    padding: int
+    truncated: int
+    dropped: int
+
+
+@dataclass(frozen=True)
 class Tokens:
-    """The examples as the model sees them."""
+    """The examples as the model sees them, in rows."""
 
     training: TokenBlocks
     held_out: TokenBlocks
@@ -130,26 +143,28 @@ def base_model(options: Options, text: Text, out: Output, scratch: Path, say: Te
     return Base(out.base, out.folder / BASE, tokenizer, (training, held_out), curve)
 
 
-def examples_as_tokens(options: Options, text: Text, base: Base, say: Terminal) -> Tokens:
-    """Packs the examples, and says how many did not fit. FinetuneError where the model lacks a token."""
+def encode_examples(options: Options, text: Text, base: Base, say: Terminal) -> Examples:
+    """The examples as tokens; says how many did not fit. FinetuneError where the model lacks a token, or none
+    is left."""
     vocabulary = model.vocabulary_size(base.folder)
-    padding = _padding_id(base.tokenizer, vocabulary)
-    blocks: list[TokenBlocks] = []
+    encoded: list[list[Encoded]] = []
     truncated = dropped = 0
+    limit = options.sequence_length
     for part in text.examples:
-        encoded, counts = packing.encode_examples(base.tokenizer, part, options.sequence_length)
-        _require_known(encoded, base, vocabulary)
-        blocks.append(packing.pack(encoded, options.sequence_length, padding))
+        found, counts = packing.encode_examples(base.tokenizer, part, limit)
+        packing.require_any(found, limit)
+        _require_known(found, base, vocabulary)
+        encoded.append(found)
         truncated += counts.truncated
         dropped += counts.dropped
-    training, held_out = blocks
-    say.fact("examples", f"{training.tokens:,} tokens, {training.predicted:,} of them in answers, which count")
-    limit = options.sequence_length
+    tokens = sum(len(example.tokens) for example in encoded[0])
+    predicted = sum(label != IGNORED for example in encoded[0] for label in example.labels)
+    say.fact("examples", f"{tokens:,} tokens, {predicted:,} of them in answers, which count")
     if truncated:
         say.fact("too long", f"{truncated:,} examples cut to {limit} tokens")
     if dropped:
         say.fact("left out", f"{dropped:,} examples without a token to predict within {limit}")
-    return Tokens(training, held_out.first(options.evaluation_rows), truncated, dropped)
+    return Examples(encoded[0], encoded[1], _padding_id(base.tokenizer, vocabulary), truncated, dropped)
 
 
 def _padding_id(tokenizer: PreTrainedTokenizerBase, vocabulary: int) -> int:
@@ -161,7 +176,7 @@ def _padding_id(tokenizer: PreTrainedTokenizerBase, vocabulary: int) -> int:
     return next((token for token in given if token is not None and token < vocabulary), 0)
 
 
-def _require_known(encoded: Sequence[packing.Encoded], base: Base, vocabulary: int) -> None:
+def _require_known(encoded: Sequence[Encoded], base: Base, vocabulary: int) -> None:
     for example in encoded:
         for token in example.tokens:
             if token >= vocabulary:
@@ -171,13 +186,32 @@ def _require_known(encoded: Sequence[packing.Encoded], base: Base, vocabulary: i
                 )
 
 
-def train_adapter(options: Options, base: Base, tokens: Tokens, scratch: Path, say: Terminal) -> Adapted:
-    """LoRA through the Trainer, the experts in our operator."""
+def load_adapted(options: Options, base: Base, say: Terminal) -> PeftModel:
+    """The base with a new adapter, the experts in our operator."""
     dtypes = getattr(torch, options.dtype), getattr(torch, options.dense_dtype)
     bare = model.load_model(base.folder, *dtypes, OURS, options.cache_dir)
     if gigabytes := model.mapped_gigabytes(bare):
         say.fact("mapped", f"{gigabytes:.3f} GB of experts, used as they lie in {base.place}")
-    adapted = model.add_adapter(bare, options.rank, options.alpha, options.seed)
+    return model.add_adapter(bare, options.rank, options.alpha, options.seed)
+
+
+def lay_out(options: Options, examples: Examples, adapted: PeftModel, say: Terminal) -> Tokens:
+    """Several examples a row, or one where this model would let them see each other."""
+    lay = packing.pack
+    if not keeps_examples_apart(adapted, examples.training[0].tokens):
+        lay = packing.one_per_row
+        kind = model.bare_model(adapted).config.model_type
+        say.fact("rows", f"of one example each: in {kind} several in a row would see each other")
+    parts = examples.training, examples.held_out
+    training, held_out = (lay(part, options.sequence_length, examples.padding) for part in parts)
+    held_out = held_out.first(options.evaluation_rows)
+    return Tokens(training, held_out, examples.truncated, examples.dropped)
+
+
+def train_adapter(
+    options: Options, adapted: PeftModel, tokens: Tokens, scratch: Path, say: Terminal
+) -> Adapted:
+    """LoRA through the Trainer."""
     trained = model.trained_parameters(adapted)
     experts = f"{trained.experts:,} parameters on the experts of {trained.layers} layers"
     say.fact("trained", f"{experts}, {trained.attention:,} on attention, rank {options.rank}, fp32")
