@@ -7,9 +7,12 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import torch
+from safetensors.torch import load_file, save_file
 
-from adapter_cases import stock_adapter, write_config
-from amx_sft_moe.adapters import convert_adapter, files
+from adapter_cases import checkpoint, largest_difference, stock_adapter, stock_merge, write_config
+from amx_sft_moe import ArgumentError
+from amx_sft_moe.adapters import check_adapter, checks, convert_adapter, files, load_base, read_adapter
 from amx_sft_moe.adapters.cli import main
 
 
@@ -73,3 +76,64 @@ def test_a_manifest_that_no_longer_holds(
     again = tmp_path / "again"
     if main(["convert", str(adapter), str(again), "--to", "ktransformers"]) == 0:
         assert main(["check", str(again)]) == 0, "written anew"
+
+
+ONE_LAYER = json.dumps(
+    {"target_parameters": [f"layers.0.mlp.experts.{n}" for n in ("gate_up_proj", "down_proj")]}
+)
+
+
+def in_kt_format(folder: Path, options: str = "{}") -> Path:
+    source, _ = stock_adapter("qwen3", options)
+    convert_adapter(source, folder, "ktransformers", dtype=torch.bfloat16, base=checkpoint("qwen3"))
+    return folder
+
+
+def why_not_kt(adapter: Path) -> str:
+    """What ``check`` says of KTransformers; empty where it loads the adapter."""
+    loads = {found.tool: found for found in check_adapter(adapter, checkpoint("qwen3")).loads}[checks.KT]
+    return "" if loads.loads else loads.reason
+
+
+def test_layers_that_are_not_adapted_are_in_the_file(tmp_path: Path) -> None:
+    """KTransformers refuses a file that lacks one."""
+    adapter = in_kt_format(tmp_path / "kt", ONE_LAYER)
+    tensors = load_file(adapter / files.KT_WEIGHTS)
+    names = [f"{name}_lora_{side}" for name in ("gate", "up", "down") for side in "ab"]
+    assert set(tensors) == {f"layers.{layer}.experts.{name}" for layer in (0, 1) for name in names}
+    for name in names:
+        assert tensors[f"layers.0.experts.{name}"].any()
+        assert not tensors[f"layers.1.experts.{name}"].any()
+        assert tensors[f"layers.1.experts.{name}"].shape == tensors[f"layers.0.experts.{name}"].shape
+    assert why_not_kt(adapter) == ""
+    convert_adapter(adapter, tmp_path / "back", "peft-fused", base=checkpoint("qwen3"))
+    _, merged = stock_adapter("qwen3", ONE_LAYER)
+    assert largest_difference(stock_merge("qwen3", tmp_path / "back"), merged) < 0.01  # of bfloat16
+
+
+def test_a_file_that_lacks_a_factor(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    adapter = in_kt_format(tmp_path / "kt")
+    assert why_not_kt(adapter) == ""
+    tensors = load_file(adapter / files.KT_WEIGHTS)
+    monkeypatch.setattr(checks, "manifest_problems", lambda directory: [])
+    for key in ("layers.1.experts.down_lora_b", "layers.1.experts.down_lora_a"):  # one left, then none
+        del tensors[key]
+        save_file(tensors, adapter / files.KT_WEIGHTS)
+        said = why_not_kt(adapter)
+        assert said == f"expects all six factors of each layer, {key} is not there: --to ktransformers"
+
+
+def test_a_manifest_that_no_longer_holds_keeps_it_from_loading(tmp_path: Path) -> None:
+    adapter = in_kt_format(tmp_path / "kt")
+    edit_manifest(adapter, status="writing")
+    assert why_not_kt(adapter) == f"{adapter / files.KT_MANIFEST}: status: expected ready, got writing"
+
+
+def test_a_rank_that_the_configuration_does_not_have(tmp_path: Path) -> None:
+    """alpha / rank would be another scaling than alpha / r."""
+    adapter = in_kt_format(tmp_path / "kt")
+    write_config(adapter, r=8)
+    save_file({}, adapter / files.WEIGHTS)  # of attention's factors it is noticed anyway
+    said = "expected rank 8 \\(r of adapter_config.json\\), got 4: which of the two lora_alpha belongs to"
+    with pytest.raises(ArgumentError, match=said):
+        read_adapter(adapter, load_base(checkpoint("qwen3")))

@@ -8,6 +8,7 @@ import io
 import json
 import os
 import re
+import stat
 import subprocess
 import sys
 from pathlib import Path
@@ -17,6 +18,7 @@ import pytest
 import timelines
 from amx_sft_moe.__main__ import main as package_main
 from amx_sft_moe.timeline import cli, libraries
+from amx_sft_moe.timeline.errors import TimelineError
 from timelines import write_lines, write_trace
 
 pytest.importorskip("pandas")
@@ -368,6 +370,38 @@ class TestFilesThatAreThere:
         status, _, err = run(capsys, path, "--html", tmp_path)
         assert status == 1
         assert err.startswith(f"error: cannot read {tmp_path}, to see whether it is a page: ")
+
+    @pytest.mark.parametrize("kind", ["pipe", "device", "link to a device"])
+    def test_devices_and_pipes_stay_what_they_are(self, capsys, path, tmp_path, kind):
+        """As root a file would take the place of /dev/null for everybody."""
+        target = tmp_path / "there"
+        if kind == "pipe":
+            os.mkfifo(target)
+            end = os.open(target, os.O_RDWR)  # else who opens it would wait for ever
+            os.write(end, b"<!DOCTYPE html>")
+        else:
+            try:
+                os.mknod(tmp_path / "null", 0o600 | stat.S_IFCHR, os.makedev(1, 3))
+            except PermissionError:
+                pytest.skip("only root makes devices")
+            target.symlink_to(tmp_path / "null")
+            target = target if kind == "link to a device" else tmp_path / "null"
+        before = target.stat()
+        status, _, err = run(capsys, path, "--html", target)
+        assert status == 1
+        assert (
+            err == f"error: cannot write {target}: expected a file or nothing there, got a device or a pipe\n"
+        )
+        assert os.path.samestat(target.stat(), before)
+        assert list(tmp_path.glob(".*.partial")) == []
+        with pytest.raises(TimelineError, match="got a device or a pipe"), cli._in_place_of(target):
+            pytest.fail("nothing is written")
+
+    def test_a_name_that_is_too_long(self, capsys, path, tmp_path):
+        status, _, err = run(capsys, path, "-r", "phase_sum", "-f", "csv", "-o", tmp_path / ("a" * 250))
+        assert status == 1
+        assert err.startswith("error: cannot write ")
+        assert err.endswith(": File name too long\n")
 
     def test_a_link_stays_one(self, capsys, path, tmp_path):
         target = tmp_path / "page.html"

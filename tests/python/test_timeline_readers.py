@@ -366,6 +366,18 @@ class TestChromeTrace:
         assert [str(name) for name in read.ranges["name"]] == ["a"] * 8
         assert f"{len(bad)} events were broken" in read.notes[0]
 
+    @pytest.mark.parametrize("form", ["[{}]", '{{"traceEvents":[{}],"otherData":{{}}}}'])
+    def test_what_stands_behind_a_trace_is_told(self, tmp_path, form):
+        trace = form.format('{"ph":"X","name":"a","pid":1,"tid":1,"ts":1,"dur":2}')
+        path = tmp_path / "f"
+        path.write_text(trace + " \n")
+        assert timeline.read(path).notes == []
+        path.write_text(trace + trace)
+        read = timeline.read(path)
+        assert len(read.ranges) == 1
+        (note,) = read.notes
+        assert note.endswith("what stands behind the trace's end, another trace perhaps, was passed over")
+
     def test_numbers_of_many_digits(self, tmp_path):
         good = '{"ph":"X","name":"a","pid":1,"tid":1,"ts":1,"dur":2}'
         path = tmp_path / "f"

@@ -365,3 +365,23 @@ def test_two_models_in_two_threads() -> None:
     for thread in threads:
         thread.join()
     assert not wrong
+
+
+def test_two_threads_that_meet_after_weights_have_moved():
+    """Both find what was made from the old ones; the slower one finds it gone."""
+    model = family_model("qwen3_moe", "amx_sft_moe").eval()
+    expected = model(**token_batch()).logits
+    experts = model.model.layers[0].mlp.experts
+    hook = experts_hook._hooks["amx_sft_moe"]
+
+    class TakenByAnother(weakref.WeakKeyDictionary):
+        def get(self, key, default=None):
+            return self.pop(key, default)
+
+    before = hook._layers
+    experts.down_proj.data = experts.down_proj.data.clone()
+    try:
+        hook._layers = TakenByAnother(before)
+        assert torch.equal(model(**token_batch()).logits, expected)
+    finally:
+        hook._layers = before

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ from amx_sft_moe.adapters.files import CONFIG, KT_MANIFEST
 from amx_sft_moe.adapters.formats import Files, format_of, fused_the_old_way, pairs_of, read_files, understood
 from amx_sft_moe.adapters.inspection import not_finite, others_of, pieces_of
 from amx_sft_moe.adapters.kt_manifest import manifest_problems
+from amx_sft_moe.adapters.ktransformers import missing_key
 from amx_sft_moe.adapters.settings import require_plain_lora
 from amx_sft_moe.errors import ArgumentError
 
@@ -76,8 +78,8 @@ def check_adapter(directory: str | os.PathLike[str], base: str | os.PathLike[str
         _require_finite(piece.name, not_finite(piece.a) + not_finite(piece.b), findings)
     for key, tensor in others_of(files):
         _require_finite(key, not_finite(tensor), findings)
-    if kind == KTRANSFORMERS:
-        findings += manifest_problems(files.directory)
+    of_manifest = manifest_problems(files.directory) if kind == KTRANSFORMERS else []
+    findings += of_manifest
     model = _base(directory, base, notes)
     if model is None:
         for name, sides in pairs.items():
@@ -90,7 +92,8 @@ def check_adapter(directory: str | os.PathLike[str], base: str | os.PathLike[str
     findings += [note for note in adapter.notes if note not in copies]
     if not adapter.experts:
         notes.append("no routed experts are adapted")
-    return Check(kind, tuple(findings), tuple(notes), tuple(_loads(kind, files, model, adapter)))
+    loads = _loads(kind, files, model, adapter, of_manifest)
+    return Check(kind, tuple(findings), tuple(notes), tuple(loads))
 
 
 def _require_finite(name: str, bad: int, findings: list[str]) -> None:
@@ -110,7 +113,9 @@ def _base(
         return None
 
 
-def _loads(kind: str | None, files: Files, base: BaseModel, adapter: Adapter) -> list[Loads]:
+def _loads(
+    kind: str | None, files: Files, base: BaseModel, adapter: Adapter, of_manifest: Sequence[str]
+) -> list[Loads]:
     if kind == PER_EXPERT:
         peft = _why_not_peft(files.config, base, adapter)
         server = _why_not_servers(files.config, adapter)
@@ -134,16 +139,30 @@ def _loads(kind: str | None, files: Files, base: BaseModel, adapter: Adapter) ->
             Loads(KT, False, "--to ktransformers"),
         ]
     if kind == KTRANSFORMERS:
-        types = {tensor.dtype for tensor in (files.kt_tensors or {}).values()}
-        manifest = (Path(files.directory) / KT_MANIFEST).is_file()
-        reason = "" if types == {torch.bfloat16} else "trains in bfloat16 and refuses others: --dtype bfloat16"
-        reason = reason or ("" if manifest else f"expects {KT_MANIFEST}")
+        reason = _why_not_kt(files, base, of_manifest)
         return [
             Loads(PEFT, False, "ignores the experts' file: --to peft-fused or per-expert"),
             Loads(SERVERS, False, "--to per-expert"),
             Loads(KT, not reason, reason or "its own format"),
         ]
     return []
+
+
+def _why_not_kt(files: Files, base: BaseModel, of_manifest: Sequence[str]) -> str:
+    tensors = files.kt_tensors or {}
+    if {tensor.dtype for tensor in tensors.values()} != {torch.bfloat16}:
+        return "trains in bfloat16 and refuses others: --dtype bfloat16"
+    if not (Path(files.directory) / KT_MANIFEST).is_file():
+        return f"expects {KT_MANIFEST}"
+    if of_manifest:
+        return of_manifest[0]
+    try:
+        missing = missing_key(tensors, base)
+    except ArgumentError as error:
+        return str(error)
+    return (
+        f"expects all six factors of each layer, {missing} is not there: --to ktransformers" if missing else ""
+    )
 
 
 def _why_not_peft(config: dict[str, Any], base: BaseModel, adapter: Adapter) -> str:

@@ -16,6 +16,7 @@ a training run of KTransformers was not tried. The manifest is written for ``exp
 from __future__ import annotations
 
 import re
+from collections.abc import Container
 from pathlib import Path
 from typing import Any
 
@@ -63,6 +64,11 @@ def read(
                 f"{where}: {module}.{projection}: expected {list(wanted[0])} and {list(wanted[1])}, got "
                 f"{list(a.shape)} and {list(b.shape)}"
             )
+        if is_number(config.get("r")) and config["r"] != rank:
+            raise ArgumentError(
+                f"{where}: {module}.{projection}: expected rank {config['r']} (r of {CONFIG}), got {rank}: "
+                "which of the two lora_alpha belongs to cannot be told"
+            )
         alpha = _alpha(config, directory)
         experts.setdefault(module, {})[projection] = Factors(
             tuple(a.unbind(0)), tuple(b.unbind(0)), alpha / rank
@@ -78,6 +84,20 @@ def _alpha(config: dict[str, Any], directory: Path) -> float:
     if not is_number(alpha):
         raise ArgumentError(f"{directory}: expected lora_alpha in {CONFIG} or {KT_MANIFEST}, got {alpha!r}")
     return float(alpha)
+
+
+def missing_key(tensors: Container[str], base: BaseModel) -> str:
+    """A key that KTransformers wants of this base and that is not there; empty where all are.
+
+    Raises ArgumentError where the base has no layers as it numbers them.
+    """
+    wanted = (
+        f"layers.{number}.experts.{name}_lora_{side}"
+        for number in sorted(modules_by_layer(base))
+        for name in ("gate", "up", "down")
+        for side in "ab"
+    )
+    return next((key for key in wanted if key not in tensors), "")
 
 
 def modules_by_layer(base: BaseModel) -> dict[int, str]:
@@ -101,14 +121,15 @@ def write(
     numbers = {module: number for number, module in modules_by_layer(base).items()}
     lost: list[str] = []
     whole = {}
-    for module, projections in adapter.experts.items():
-        layout = base.layout(module)
+    # Of each layer, adapted or not: KTransformers refuses a file that lacks one.
+    for module, layout in base.layouts.items():
         if layout.transposed or layout.interleaved:
             raise ArgumentError(
                 f"{module}: expected experts with gate and up one after the other, [E, out, in], for format "
                 "ktransformers, got transposed or interleaved ones"
             )
-        some = next(iter(projections.values()))
+        projections = adapter.experts.get(module) or {}
+        some = next(iter((projections or next(iter(adapter.experts.values()))).values()))
         whole[module] = {
             name: projections.get(name) or zeros(layout, name, some.rank, some.scaling, some.a[0].dtype)
             for name in PROJECTIONS

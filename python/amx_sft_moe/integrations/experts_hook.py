@@ -134,7 +134,8 @@ class ExpertsHook:
         found = self._layers.get(module)
         if found is not None and found.made_from != made_from:
             found = None
-            del self._layers[module]  # before memory is laid out anew: it may hold the old one
+            # Before memory is laid out anew: it may hold the old one. Another thread may have been here.
+            self._layers.pop(module, None)
         if layout.biased:
             require_biases(module, layout, down.shape)
         if found is None:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import argparse
 import os
+import stat
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO
 
@@ -221,17 +222,31 @@ def _reports(timeline: Timeline, options: argparse.Namespace) -> list[Report]:
 @contextmanager
 def _in_place_of(path: Path) -> Iterator[Path]:
     """Where to write what takes the place of `path` when it is whole, or not at all."""
-    path = path.resolve()  # of a link's target
+    given, path = path, path.resolve()  # of a link's target
     partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
     try:
+        _require_file(given)  # the target of /dev/stdout may have no name
         path.parent.mkdir(parents=True, exist_ok=True)
         yield partial
         partial.replace(path)
     except OSError as error:
         raise TimelineError(f"cannot write {path}: {error.strerror or error}") from error
     finally:
-        if partial.exists():
-            partial.unlink()
+        with suppress(OSError):
+            partial.unlink(missing_ok=True)
+
+
+def _require_file(path: Path) -> None:
+    """Refuses what would not be a device or a pipe any more with a file in its place: /dev/null, /dev/stdout.
+
+    Raises the OSError of a path that cannot be looked at.
+    """
+    try:
+        mode = path.stat().st_mode
+    except (FileNotFoundError, NotADirectoryError):
+        return
+    if not (stat.S_ISREG(mode) or stat.S_ISDIR(mode)):
+        raise TimelineError(f"cannot write {path}: expected a file or nothing there, got a device or a pipe")
 
 
 def _write_reports(reports: Sequence[Report], options: argparse.Namespace, out: IO[str]) -> None:
@@ -297,6 +312,7 @@ def _require_page(path: Path) -> None:
     from .html import DOCTYPE
 
     try:
+        _require_file(path)
         with path.open("rb") as stream:
             begin = stream.read(len(DOCTYPE))
     except (FileNotFoundError, NotADirectoryError):

@@ -249,6 +249,8 @@ def read(path: Path, into: Collector, filters: Filters) -> None:
         cut.append("the file ends before its list of events does (a crash?)")
     for what in cut:
         into.note_cut(what)
+    if events.more:
+        into.note("what stands behind the trace's end, another trace perhaps, was passed over")
     if events.broken or reader.bad:
         into.note(f"{events.broken + reader.bad:,} events were broken and passed over")
     if reader.open_ranges:

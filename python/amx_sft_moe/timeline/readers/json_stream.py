@@ -33,13 +33,13 @@ class _EndError(Exception):
 
 class TraceEvents:
     """Iterates over the events; `header` has the small values beside them (those before the events at once,
-    those
-    after them at the end)."""
+    those after them at the end)."""
 
     def __init__(self, stream: BinaryIO, path: str, longest: int) -> None:
         self.header: dict[str, Any] = {}
         self.broken = 0  # events that were passed over
         self.cut = False  # whether the file ended in the middle of something
+        self.more = False  # whether something stands behind the trace's end
         self._stream = io.TextIOWrapper(stream, "utf-8-sig", errors="replace", newline="")
         self._path, self._longest = path, longest
         self._decoder = json.JSONDecoder(strict=False)
@@ -153,6 +153,7 @@ class TraceEvents:
         self._at += 1
         if first == "[":
             yield from self._array()
+            self.more = bool(self._peek())
             return
         self._in_object = True
         found = False
@@ -164,6 +165,8 @@ class TraceEvents:
                     yield from self._array()
                 else:
                     self.header[key] = self._value()
+            self._at += 1  # the closing brace
+            self.more = bool(self._peek())
         except (_BrokenError, _EndError):
             # Behind the events nothing is needed any more; before them there is nothing to go on from.
             if not found:
