@@ -102,8 +102,10 @@ def program(blocks: list[Block], *, compiler_only: bool = False) -> str:
 
 
 def without_numbers(text: str) -> str:
-    """One space for any space, # for any number, which may end in a unit of bytes."""
+    """One space for any space, # for any number, which may end in a unit of bytes; minutes and seconds are
+    seconds then."""
     text = re.sub(r"\d[\d,.]*(e[-+]?\d+)?( [KMGT]iB)?", "#", text)
+    text = text.replace("# min # s", "# s")
     return re.sub(r"\s+", " ", text).strip()
 
 

@@ -318,6 +318,9 @@ class TestTheTestItself:
         [_, other] = self.blocks(PAGE.replace("\n7\n", "\n7 s\n"), tmp_path)
         with pytest.raises(AssertionError, match="not printed: 7 s"):
             folder.run(other)
+        [slower, _] = self.blocks(PAGE.replace("echo 500", "echo 1 min 500 s"), tmp_path)
+        folder.run(slower)
+        folder.run(other)  # it took longer, which nobody asked for
 
     def test_python(self, tmp_path: Path) -> None:
         first, second = self.blocks("```python\nx = 1\n```\n\n```python\nassert x == 2\n```\n", tmp_path)

@@ -33,8 +33,8 @@ class PhaseTimesCallback(TrainerCallback):
     ``amx_sft_moe/<group>_ms`` and, with ``phases``, ``amx_sft_moe/<phase>_ms``.
 
     Reporters are told before a callback that is given to the Trainer, so it has to be put before them:
-    :func:`log_phase_times` does. Passes of an evaluation between steps do not count. Also names the model's
-    layers (:func:`name_layers`).
+    :func:`log_phase_times` does. Passes of an evaluation between steps do not count, nor do those of other
+    threads than the Trainer's. Also names the model's layers (:func:`name_layers`).
     """
 
     def __init__(self, phases: bool = True) -> None:
