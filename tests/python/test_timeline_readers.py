@@ -368,7 +368,8 @@ class TestChromeTrace:
 
     @pytest.mark.parametrize("form", ["[{}]", '{{"traceEvents":[{}],"otherData":{{}}}}'])
     def test_what_stands_behind_a_trace_is_told(self, tmp_path, form):
-        trace = form.format('{"ph":"X","name":"a","pid":1,"tid":1,"ts":1,"dur":2}')
+        event = '{"ph":"X","name":"a","pid":1,"tid":1,"ts":1,"dur":2}'
+        trace = form.format(event)
         path = tmp_path / "f"
         path.write_text(trace + " \n")
         assert timeline.read(path).notes == []
@@ -377,6 +378,9 @@ class TestChromeTrace:
         assert len(read.ranges) == 1
         (note,) = read.notes
         assert note.endswith("what stands behind the trace's end, another trace perhaps, was passed over")
+        path.write_text(trace[: trace.index(event)] + f"{event},{event[:20]}")
+        (note,) = timeline.read(path).notes  # nothing stands behind a trace that ends in an event
+        assert "a crash?" in note
 
     def test_numbers_of_many_digits(self, tmp_path):
         good = '{"ph":"X","name":"a","pid":1,"tid":1,"ts":1,"dur":2}'

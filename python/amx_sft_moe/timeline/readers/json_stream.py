@@ -153,7 +153,7 @@ class TraceEvents:
         self._at += 1
         if first == "[":
             yield from self._array()
-            self.more = bool(self._peek())
+            self.more = not self.cut and bool(self._peek())
             return
         self._in_object = True
         found = False
@@ -166,7 +166,7 @@ class TraceEvents:
                 else:
                     self.header[key] = self._value()
             self._at += 1  # the closing brace
-            self.more = bool(self._peek())
+            self.more = not self.cut and bool(self._peek())
         except (_BrokenError, _EndError):
             # Behind the events nothing is needed any more; before them there is nothing to go on from.
             if not found:
