@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import copy
+from types import SimpleNamespace
 
 import pytest
 import torch
 
+from amx_sft_moe.finetune import stages
 from amx_sft_moe.finetune.corpus import Document, Example
 from amx_sft_moe.finetune.errors import FinetuneError
 from amx_sft_moe.finetune.held_out import IGNORED, held_out_loss
@@ -14,6 +16,7 @@ from amx_sft_moe.finetune.model import make_model
 from amx_sft_moe.finetune.options import ModelShape
 from amx_sft_moe.finetune.packing import Encoded, chunk, encode_examples, one_per_row, pack
 from amx_sft_moe.finetune.separation import keeps_examples_apart
+from amx_sft_moe.finetune.terminal import Terminal
 from amx_sft_moe.finetune.tokenizer import train_tokenizer
 from amx_sft_moe.finetune.training import train
 from composite_models import TEXT_ALONE, WHOLE
@@ -195,6 +198,20 @@ def test_one_example_a_row():
     assert blocks.predicted == 12
     with pytest.raises(FinetuneError, match="--sequence-length"):
         one_per_row([], 8, padding_id=1)
+
+
+@pytest.mark.parametrize("apart", [True, False])
+def test_rows_follow_what_the_model_says(apart, monkeypatch, capsys):
+    monkeypatch.setattr(stages, "keeps_examples_apart", lambda model, tokens: apart)
+    model = torch.nn.Module()
+    model.config = SimpleNamespace(model_type="some")
+    examples = stages.Examples(examples_of([5, 7, 3]), examples_of([4, 2]), 1, 6, 7)
+    options = SimpleNamespace(sequence_length=16, evaluation_rows=1)
+    found = stages.lay_out(options, examples, model, Terminal(1))
+    assert found.training.input_ids.shape == ((1, 16) if apart else (3, 7))
+    assert found.held_out.input_ids.shape == ((1, 16) if apart else (1, 4))
+    assert (found.truncated, found.dropped) == (6, 7)
+    assert ("in some several in a row would see each other" in capsys.readouterr().out) != apart
 
 
 def test_training_gives_the_same_weights_each_time(tokenizer, tmp_path):
