@@ -269,8 +269,8 @@ class SftMoe:
 
         Factors are bfloat16 or float32 of any strides and are read anew in every call: nothing has to be
         called after an optimiser step. A projection without factors has no adapter. Where ``gate_lora_a`` and
-        ``up_lora_a`` are the same tensor, its gradient is the sum of both, in ``gate_lora_a``, and
-        ``up_lora_a`` is ``None``.
+        ``up_lora_a`` are the same tensor, or views of the same memory with the same strides, its gradient is
+        the sum of both, in ``gate_lora_a``, and ``up_lora_a`` is ``None``.
 
         Args:
             gate_lora_a, up_lora_a: ``[E, r, H]``; ``down_lora_a``: ``[E, r, I]``.

@@ -40,7 +40,7 @@ class StateError : public std::runtime_error {
   using std::runtime_error::runtime_error;
 };
 
-// A kernel that this CPU or this binary does not have.
+// A kernel that this CPU or this binary does not have; or, in a pass, a product that oneDNN refuses.
 class KernelError : public std::runtime_error {
  public:
   using std::runtime_error::runtime_error;

@@ -27,8 +27,9 @@ struct GradientMode {
 
 // Empty views are not wanted and not computed where that saves work. Those of parameters have memory of their own: not
 // that of a parameter, an input or another gradient. Those of inputs may have memory of what the call brings, such as
-// grad_y or x, but none of a parameter or of each other. A pass that memory does not suffice for (std::bad_alloc) may
-// have written part of a parameter's: before it is tried again with `accumulate`, they have to be what they were.
+// grad_y or x, but none of a parameter or of each other. A pass that memory does not suffice for (std::bad_alloc), or a
+// product of which oneDNN refuses (KernelError), may have written part of a parameter's: before it is tried again with
+// `accumulate`, they have to be what they were.
 struct Gradients {
   AnyMatrix x;                // grad_x [T, H], bf16 or fp32; overwritten
   AnyMatrix routing_weights;  // grad_w [T, k], fp32 or bf16; overwritten

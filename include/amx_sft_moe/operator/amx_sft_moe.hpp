@@ -125,8 +125,9 @@ class AMX_SFT_MOE {
 
   const Config& config() const { return config_; }
   const LoraWeights& lora() const { return lora_; }
-  // Of the last pass of the kind. A call that was refused leaves it as it was; it is empty() after a pass that
-  // std::bad_alloc left half way, until the next one, and always with AMX_SFT_MOE_NO_TIMER.
+  // Of the last pass of the kind. A call that was refused leaves it as it was; it is empty() after a pass that an
+  // exception left half way (std::bad_alloc; KernelError of kernel onednn), until the next one, and always with
+  // AMX_SFT_MOE_NO_TIMER.
   const StepRecord& last_forward() const { return forward_record_; }
   const StepRecord& last_backward() const { return backward_record_; }
   // What dumps of this operator's records say about it; the name is the configuration's own.
@@ -136,7 +137,7 @@ class AMX_SFT_MOE {
     const InUse own = own_use();
     return text_dump(backward_record_, label(StepKind::kBackward));
   }
-  // Told while a pass runs where it is; null: nobody. It must outlive its use.
+  // Told while a pass runs where it is; null: nobody. It must outlive its use. Never told with AMX_SFT_MOE_NO_TIMER.
   void set_observer(StepObserver* observer) {
     const InUse own = own_use();
     observer_ = observer;
