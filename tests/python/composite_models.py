@@ -83,8 +83,9 @@ def make(family: str, **changes: Any) -> PreTrainedModel:
     """The whole model in fp32, of fixed random weights; experts are large enough to matter. ``changes``: of the
     configuration for text."""
     name, sizes = _FAMILIES[family]
-    images = {} if family == "gemma4" else {"vision_config": _VISION}  # by default it has none
-    config = getattr(transformers, f"{name}Config")(text_config=_COMMON | sizes | changes, **images)
+    config = getattr(transformers, f"{name}Config")(
+        text_config=_COMMON | sizes | changes, vision_config=_VISION
+    )
     torch.manual_seed(0)
     model = getattr(transformers, f"{name}ForConditionalGeneration")(config).eval()
     with torch.no_grad():

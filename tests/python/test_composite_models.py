@@ -63,7 +63,7 @@ def adapted(model: Any, **changes: Any) -> PeftModel:
     """LoRA with random factors on all routed experts and on attention."""
     options: dict[str, Any] = {
         "r": 2,
-        "target_modules": r".*\.self_attn\.q_proj",
+        "target_modules": r"(?!.*vision).*\.self_attn\.q_proj",
         "target_parameters": ["experts.gate_up_proj", "experts.down_proj"],
     }
     model = get_peft_model(model, LoraConfig(**(options | changes))).eval()

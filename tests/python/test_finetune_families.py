@@ -26,7 +26,7 @@ from amx_sft_moe.finetune.options import OURS, Options, parse
 from amx_sft_moe.finetune.terminal import Terminal
 from amx_sft_moe.finetune.tokenizer import train_tokenizer
 from amx_sft_moe.finetune.training import Curve
-from checkpoint_folders import E, H, I, K, edit_config, make, write
+from checkpoint_folders import E, H, I, K, edit_config, write
 from composite_models import TEXT_ALONE, WHOLE
 from composite_models import write as write_composite
 
@@ -161,27 +161,6 @@ def test_nothing_is_compared_with_weights_drawn_at_random(without, said, tmp_pat
     folder = mxfp4_checkpoint(tmp_path / "checkpoint", without)
     with pytest.raises(FinetuneError, match=said):
         model.load_stacked(folder, torch.float32, "grouped_mm")
-
-
-@pytest.mark.parametrize(
-    ("family", "expected"),
-    [
-        ("glm4_moe", ["k_proj", "o_proj", "q_proj", "v_proj"]),
-        ("deepseek_v3", ["kv_a_proj_with_mqa", "kv_b_proj", "o_proj", "q_a_proj", "q_b_proj"]),
-        ("gpt_oss", ["k_proj", "o_proj", "q_proj", "v_proj"]),
-    ],
-)
-def test_attention_is_found_by_where_it_stands(family, expected):
-    found = make(family, torch.float32)
-    assert model.attention_targets(found) == expected
-    assert model.expert_sizes(found) == model.ExpertSizes(E, H, I, K)
-
-
-def test_a_name_that_experts_have_too_is_told_in_full():
-    found = make("mixtral", torch.float32)
-    for layer in found.model.layers:
-        layer.mlp.q_proj = torch.nn.Linear(2, 2)
-    assert model.attention_targets(found) == ["k_proj", "o_proj", "self_attn.q_proj", "v_proj"]
 
 
 def test_experts_that_the_operator_does_not_know(tmp_path):

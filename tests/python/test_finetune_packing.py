@@ -7,6 +7,8 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+import transformers
+from tokenizers.processors import TemplateProcessing
 
 from amx_sft_moe.finetune import stages
 from amx_sft_moe.finetune.corpus import Document, Example
@@ -63,6 +65,21 @@ def test_what_is_too_long_is_cut_or_left_out_and_counted(tokenizer):
     assert [len(example.tokens) for example in encoded] == [16]
     assert any(label != IGNORED for label in encoded[0].labels)
     assert (counts.kept, counts.truncated, counts.dropped) == (1, 1, 1)
+
+
+def test_examples_begin_as_the_tokenizer_begins_a_text(tokenizer):
+    """Not with a beginning of text that it names and never writes (gpt-oss's): a model served with this
+    tokenizer would never see it."""
+    named = copy.deepcopy(tokenizer)
+    named.bos_token = named.convert_ids_to_tokens(0)
+    example = Example("The sum of", " the experts")
+    assert encode_examples(named, [example], 64) == encode_examples(tokenizer, [example], 64)
+    written = copy.deepcopy(named)
+    written.backend_tokenizer.post_processor = TemplateProcessing(
+        single="first $A last", special_tokens=[("first", 0), ("last", 1)]
+    )
+    ((without,), _), ((found,), _) = (encode_examples(each, [example], 64) for each in (named, written))
+    assert found == Encoded([0, *without.tokens], [IGNORED, *without.labels])
 
 
 def test_a_text_of_one_token_is_left_out(tokenizer):
@@ -152,6 +169,12 @@ def model_of(family: str) -> torch.nn.Module:
     return make_composite(family, **({"pad_token_id": 0} if family == "gemma4" else {}))
 
 
+def text_of(length: int, number: int) -> Encoded:
+    """Tokens that differ, not the same ones for another number."""
+    tokens = [3 + (11 * number + 5 * at) % (VOCABULARY - 3) for at in range(length)]
+    return Encoded(tokens, [IGNORED, *tokens[1:]])
+
+
 # Masks made without position ids; a state that is carried along the row.
 SEEN_BY_OTHERS = {"gpt_oss", "qwen3_5_moe", "qwen4_exp"}
 
@@ -160,12 +183,8 @@ SEEN_BY_OTHERS = {"gpt_oss", "qwen3_5_moe", "qwen4_exp"}
 def test_examples_do_not_see_each_other(family):
     """The loss over rows is that over the examples one by one, in whatever rows the model lets them share."""
     model = model_of(family).train()
-    encoded = [
-        Encoded(tokens, [IGNORED, *tokens[1:]])
-        for n, length in enumerate((9, 5, 12, 2, 7))
-        for tokens in [[3 + (11 * n + 5 * at) % (VOCABULARY - 3) for at in range(length)]]
-    ]
-    apart = keeps_examples_apart(model, encoded[0].tokens)
+    encoded = [text_of(length, n) for n, length in enumerate((9, 5, 12, 2, 7))]
+    apart = keeps_examples_apart(model, [pack(encoded, 32, 0)])
     assert apart == (family not in SEEN_BY_OTHERS)
     assert model.training  # left as it was
     assert all(parameter.grad is None for parameter in model.parameters())
@@ -183,10 +202,74 @@ def test_examples_do_not_see_each_other(family):
 @pytest.mark.parametrize("family", ["qwen3_moe", "deepseek_v3", "gpt_oss"])
 def test_examples_are_told_apart_in_bf16_and_with_an_adapter(family):
     model = with_lora(family_model(family, "amx_sft_moe", torch.bfloat16)).eval()
-    assert keeps_examples_apart(model, [5, 9]) == (family not in SEEN_BY_OTHERS)
+    blocks = pack([Encoded([5, 9, 7], [IGNORED] * 3), Encoded([9, 4], [IGNORED] * 2)], 8, 0)
+    assert keeps_examples_apart(model, [blocks]) == (family not in SEEN_BY_OTHERS)
     assert not model.training
     embeddings = model.get_base_model().get_input_embeddings()
     assert not embeddings._forward_hooks  # nothing stays behind
+
+
+@pytest.mark.parametrize(
+    ("lengths", "apart"),
+    [
+        ([7, 7, 2], True),  # all within the first block of 16 tokens, which is looked at whatever happens
+        ([10, 12], False),  # the second lies across its end: it loses some of its own, and sees no other's
+        ([10, 8, 5], False),  # the third sees none of its own, and so all of the row
+    ],
+)
+@pytest.mark.skipif(not hasattr(transformers, "MiniMaxM3VLTextConfig"), reason="a transformers without it")
+def test_blocks_of_tokens_chosen_by_places_in_the_row(lengths, apart):
+    """MiniMax-M3 keeps examples apart or not, as they lie in their row."""
+    config = transformers.MiniMaxM3VLTextConfig(
+        vocab_size=VOCABULARY,
+        hidden_size=32,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        head_dim=16,
+        rotary_dim=8,
+        num_hidden_layers=2,
+        num_local_experts=5,
+        num_experts_per_tok=2,
+        intermediate_size=24,
+        dense_intermediate_size=24,
+        shared_intermediate_size=24,
+        layer_types=["full_attention", "minimax_m3_sparse"],
+        index_n_heads=1,
+        index_head_dim=16,
+        index_block_size=16,
+        index_topk_blocks=4,
+        pad_token_id=0,
+        bos_token_id=1,
+        eos_token_id=2,
+    )
+    torch.manual_seed(0)
+    model = transformers.AutoModelForCausalLM.from_config(config).eval()
+    encoded = [text_of(length, n) for n, length in enumerate(lengths)]
+    assert keeps_examples_apart(model, [pack(encoded, 24, 0)]) == apart
+    alone = [one_per_row([one], 24, 0) for one in encoded]
+    expected = sum(held_out_loss(model, one.tensors(), 1) * one.predicted for one in alone)
+    expected /= sum(one.predicted for one in alone)
+    packed = held_out_loss(model, pack(encoded, 24, 0).tensors(), 1)
+    assert (packed == pytest.approx(expected, rel=3e-6)) == apart
+
+
+@pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss"])
+def test_asked_is_the_row_in_which_an_example_begins_furthest_behind(family, monkeypatch):
+    model = family_model(family, "eager")
+    assert keeps_examples_apart(model, [one_per_row(examples_of([3, 4]), 8, 0)])  # nothing to be asked
+    asked = []
+
+    def forward(**row):
+        asked.append(row)
+        raise InterruptedError
+
+    monkeypatch.setattr(model, "forward", forward)
+    parts = [pack(examples_of([4, 7, 3, 3]), 8, 9), pack(examples_of([6, 2]), 8, 9)]
+    with pytest.raises(InterruptedError):
+        keeps_examples_apart(model, parts)
+    assert asked[0]["input_ids"].tolist() == [parts[1].input_ids[0].tolist()]
+    assert asked[0]["position_ids"].tolist() == [[*range(6), 0, 1]]
+    assert not model.get_input_embeddings()._forward_hooks
 
 
 def test_one_example_a_row():
@@ -202,7 +285,8 @@ def test_one_example_a_row():
 
 @pytest.mark.parametrize("apart", [True, False])
 def test_rows_follow_what_the_model_says(apart, monkeypatch, capsys):
-    monkeypatch.setattr(stages, "keeps_examples_apart", lambda model, tokens: apart)
+    asked = []
+    monkeypatch.setattr(stages, "keeps_examples_apart", lambda model, parts: asked.append(parts) or apart)
     model = torch.nn.Module()
     model.config = SimpleNamespace(model_type="some")
     examples = stages.Examples(examples_of([5, 7, 3]), examples_of([4, 2]), 1, 6, 7)
@@ -211,6 +295,7 @@ def test_rows_follow_what_the_model_says(apart, monkeypatch, capsys):
     assert found.training.input_ids.shape == ((1, 16) if apart else (3, 7))
     assert found.held_out.input_ids.shape == ((1, 16) if apart else (1, 4))
     assert (found.truncated, found.dropped) == (6, 7)
+    assert [[part.input_ids.shape for part in parts] for parts in asked] == [[(1, 16), (1, 16)]]
     assert ("in some several in a row would see each other" in capsys.readouterr().out) != apart
 
 

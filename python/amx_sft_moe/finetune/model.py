@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import logging
+import re
 import string
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from inspect import signature
 from pathlib import Path
 from typing import Any
 
@@ -105,9 +107,16 @@ def save_base(
 def load_tokenizer(folder: Path) -> PreTrainedTokenizerBase:
     """The tokenizer of a local checkpoint. FinetuneError where there is none, or one that cannot be read."""
     try:
-        found = AutoTokenizer.from_pretrained(folder, local_files_only=True)
+        # Without the last argument transformers may ask at the terminal whether to run code from there.
+        found = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
     except Exception as error:  # a tokenizer.json of another content raises what it likes
-        raise FinetuneError(f"no tokenizer in {folder} that can be read: {cause_of(error)}") from error
+        cause = cause_of(error)
+        if "trust_remote_code" in str(error):
+            cause = (
+                "it is Python code of the checkpoint, which is not run; expected a tokenizer.json, and no "
+                "auto_map in tokenizer_config.json"
+            )
+        raise FinetuneError(f"no tokenizer in {folder} that can be read: {cause}") from error
     # Without its files transformers makes an empty one for some models (Qwen, OLMoE), and says nothing.
     if not found(string.printable, add_special_tokens=False)["input_ids"]:
         raise FinetuneError(
@@ -222,33 +231,34 @@ def add_adapter(model: PreTrainedModel, rank: int, alpha: float, seed: int) -> P
 
 
 def attention_targets(model: PreTrainedModel) -> list[str]:
-    """Names of the Linear modules of attention, as PEFT's `target_modules` takes them.
+    """Names of the Linear modules of attention, as PEFT's `target_modules` takes them: an end of the path that
+    no other module's has, such as q_proj or self_attn.q_proj, else all of it.
 
-    Attention is what a decoder layer has beside the child that holds the experts (or, in a layer without routed
-    experts, the dense child of the same name). A name that other parts of the model use too is told with the
-    child's before it.
+    Attention, linear attention included, is what takes an attention mask within a decoder layer that stands in
+    one list with those of routed experts. A router, a dense or shared MLP and the layers of a vision tower do
+    not.
     """
-    of_experts = {_layer_and_child(path) for path, _ in routed_experts(model)}  # ("model.layers", "mlp")
-    of_layers = {layers for layers, _ in of_experts}
-    attention: set[tuple[str, str]] = set()  # ("self_attn", "q_proj")
-    others: set[str] = set()
+    of_layers = {_layers_of(path) for path, _ in routed_experts(model)}
+    attention: set[str] = set()
     for path, module in model.named_modules():
-        if not isinstance(module, torch.nn.Linear):
-            continue
-        layers, child = _layer_and_child(path)
-        parent, leaf = f".{path}".split(".")[-2:]
-        if layers in of_layers and (layers, child) not in of_experts and child != leaf:
-            attention.add((parent, leaf))
-        else:
-            others.add(leaf)
-    return sorted({f"{parent}.{leaf}" if leaf in others else leaf for parent, leaf in attention})
+        masked = _layers_of(path) in of_layers and "attention_mask" in signature(module.forward).parameters
+        if masked and not list(routed_experts(module)):
+            found = (name for name, inner in module.named_modules() if isinstance(inner, torch.nn.Linear))
+            attention.update(f"{path}.{name}" for name in found)
+    others = {end for path, _ in model.named_modules() if path not in attention for end in _ends(path)}
+    return sorted({next(end for end in _ends(path) if end not in others) for path in attention})
 
 
-def _layer_and_child(path: str) -> tuple[str, str]:
-    """("model.layers", "self_attn") of "model.layers.3.self_attn.q_proj"; empty outside numbered layers."""
+def _layers_of(path: str) -> str:
+    """ "model.layers" of "model.layers.3.self_attn"; empty for what is not within a numbered layer."""
+    found = re.match(r"(.*?)\.\d+\.", path)
+    return found[1] if found else ""
+
+
+def _ends(path: str) -> tuple[str, str, str]:
+    """ "q_proj", "self_attn.q_proj" and all of "model.layers.3.self_attn.q_proj"."""
     parts = path.split(".")
-    numbered = [index for index, part in enumerate(parts[:-1]) if part.isdigit()]
-    return (".".join(parts[: numbered[0]]), parts[numbered[0] + 1]) if numbered else ("", "")
+    return parts[-1], ".".join(parts[-2:]), path
 
 
 def bare_model(model: torch.nn.Module) -> PreTrainedModel:

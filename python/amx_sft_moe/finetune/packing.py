@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from itertools import takewhile
 
 import torch
 from torch.utils.data import Dataset
@@ -65,6 +66,12 @@ class TokenBlocks(Dataset[dict[str, torch.Tensor]]):
         rows = torch.as_tensor(indices)
         return {name: tensor[rows] for name, tensor in self.tensors().items()}
 
+    def last_starts(self) -> torch.Tensor:
+        """Where in each row its last example begins, int64 [N]."""
+        places = torch.arange(self.input_ids.shape[1])
+        starts = (self.position_ids == 0) & (places < self.lengths[:, None])
+        return (starts * places).amax(dim=1)
+
     def first(self, rows: int) -> TokenBlocks:
         """The first `rows` rows, or all where there are fewer."""
         return TokenBlocks(
@@ -89,16 +96,24 @@ def _encode(tokenizer: PreTrainedTokenizerBase, texts: Sequence[str]) -> list[li
     return tokenizer(list(texts), add_special_tokens=False, verbose=False)["input_ids"]
 
 
+def _beginning(tokenizer: PreTrainedTokenizerBase) -> list[int]:
+    """What this tokenizer puts before a text: nothing, for some that name a beginning of text nevertheless."""
+    text = "a"
+    plain = tokenizer(text, add_special_tokens=False)["input_ids"]
+    return list(takewhile(lambda token: token != plain[0], tokenizer(text)["input_ids"]))
+
+
 def encode_examples(
     tokenizer: PreTrainedTokenizerBase, examples: Sequence[Example], sequence_length: int
 ) -> tuple[list[Encoded], EncodingCounts]:
-    """Tokens and labels: prompt (no loss), completion, end of text.
+    """Tokens and labels: what the tokenizer itself puts before a text, prompt (no loss), completion, end of
+    text.
 
     Prompt and completion are tokenised apart, so the border between them is a token border. An example too
     long is cut at the end; a plain text too long goes on in further examples instead. The very first token
     has no label, there is nothing to predict it from: a text of one token is left out.
     """
-    start = [] if tokenizer.bos_token_id is None else [tokenizer.bos_token_id]
+    start = _beginning(tokenizer)
     end = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
     prompts = _encode(tokenizer, [example.prompt for example in examples])
     completions = _encode(tokenizer, [example.completion for example in examples])

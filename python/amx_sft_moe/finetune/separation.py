@@ -2,46 +2,94 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 
 from .model import bare_model
+from .packing import TokenBlocks
 
-# Of each of the two examples, at most. Odd: where a model puts blocks of tokens together, one lies across.
-PROBED_TOKENS = 7
+# What the order of sums does to an example's logits, in epsilons of their dtype; and how much more than to
+# those of the row's first example, which has nothing before it.
+ROUNDINGS, TIMES_THE_FIRST = 16, 8
 
 
-def keeps_examples_apart(model: torch.nn.Module, tokens: Sequence[int]) -> bool:
-    """Whether of two examples in a row, told apart by position ids alone, the second sees nothing of the first.
+def keeps_examples_apart(model: torch.nn.Module, parts: Sequence[TokenBlocks]) -> bool:
+    """Whether an example that shares a row, told apart by position ids alone, means the same there as in a row
+    of its own.
 
     gpt-oss makes its mask without position ids, and linear attention or a convolution carries a state along the
-    row (Qwen3-Next, Qwen3.5-MoE): there examples learn from their neighbours, and nothing tells. Asked is for
-    the gradient of the second's logits with respect to the first's embeddings: behind a mask attention has
-    probabilities of exactly 0, and so has that gradient, in any dtype. `tokens`, at least one, are ids that the
-    model knows. One forward and one backward of twice PROBED_TOKENS tokens; the model is left in its mode, and
-    its parameters without gradients.
+    row (Qwen3-Next, Qwen3.5-MoE): there examples learn from their neighbours, and nothing tells. MiniMax-M3
+    chooses the blocks of tokens that attention looks at by position ids and by places in the row, and mixes
+    them up. Asked is the last example of the row of `parts` in which one begins furthest behind. The gradient
+    of its logits with respect to the embeddings of the others has to be 0: behind a mask attention has
+    probabilities of exactly 0, in any dtype. And its logits have to be those of the example alone, but for
+    rounding. True where each example has a row to itself anyway.
+
+    One forward and one backward of that row, one forward of its first and of its last example; the model is
+    left in its mode, and its parameters without gradients.
     """
-    bare = bare_model(model)
-    example = torch.as_tensor(tokens[:PROBED_TOKENS], device=bare.device)
-    count = len(example)
-    positions = torch.arange(count, device=bare.device).repeat(2)
+    blocks = max(parts, key=lambda part: int(part.last_starts().max()))
+    row = int(blocks.last_starts().argmax())
+    end = int(blocks.lengths[row])
+    tokens, positions = blocks.input_ids[row, :end], blocks.position_ids[row, :end]
+    starts = positions.eq(0).nonzero().flatten().tolist()
+    if len(starts) == 1:
+        return True
+    first, last = slice(0, starts[1]), slice(starts[-1], end)
+    with _in_evaluation(model):
+        logits, seen = _logits_and_seen(model, tokens, positions, last)
+        if bool(seen[: last.start].any()):
+            return False
+        differences = []
+        for example in (first, last):
+            with torch.no_grad():
+                alone = _logits(model, tokens[example], positions[example])
+            differences.append(_relative_difference(logits[example], alone))
+    rounding = max(ROUNDINGS * torch.finfo(logits.dtype).eps, TIMES_THE_FIRST * differences[0])
+    return differences[1] <= rounding
+
+
+@contextmanager
+def _in_evaluation(model: torch.nn.Module) -> Iterator[None]:
+    was_training = model.training
+    try:
+        model.eval()
+        yield
+    finally:
+        model.train(was_training)
+
+
+def _logits(model: torch.nn.Module, tokens: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+    """Of one row, [L, vocabulary]."""
+    row = {"input_ids": tokens, "position_ids": positions}
+    row = {name: ids.to(bare_model(model).device)[None] for name, ids in row.items()}
+    return model(**row, use_cache=False).logits[0]
+
+
+def _logits_and_seen(
+    model: torch.nn.Module, tokens: torch.Tensor, positions: torch.Tensor, asked: slice
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Logits of a row, and which of its tokens, bool [L], those of `asked` depend on."""
     embedded: list[torch.Tensor] = []
 
     def cut(module: torch.nn.Module, inputs: Any, output: torch.Tensor) -> torch.Tensor:
         embedded.append(output.detach().requires_grad_())
         return embedded[-1]
 
-    was_training = model.training
-    hook = bare.get_input_embeddings().register_forward_hook(cut)
+    hook = bare_model(model).get_input_embeddings().register_forward_hook(cut)
     try:
-        model.eval()
         with torch.enable_grad():
-            row = {"input_ids": example.repeat(2)[None], "position_ids": positions[None]}
-            logits = model(**row, use_cache=False).logits  # [1, 2 count, vocabulary]
-            (gradient,) = torch.autograd.grad(logits[:, count:].float().square().sum(), embedded[0])
+            logits = _logits(model, tokens, positions)
+            (gradient,) = torch.autograd.grad(logits[asked].float().square().sum(), embedded[0])
     finally:
         hook.remove()
-        model.train(was_training)
-    return bool((gradient[:, :count] == 0).all())
+    return logits.detach(), (gradient[0] != 0).any(dim=-1)
+
+
+def _relative_difference(found: torch.Tensor, expected: torch.Tensor) -> float:
+    """Of the rows of two matrices, on average."""
+    found, expected = found.double(), expected.double()
+    return float(((found - expected).norm(dim=-1) / expected.norm(dim=-1)).mean())

@@ -1,0 +1,64 @@
+"""The model of a fine-tuning run: what is adapted beside its experts, and its tokenizer."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+
+from amx_sft_moe.finetune import model
+from amx_sft_moe.finetune.errors import FinetuneError
+from amx_sft_moe.finetune.tokenizer import train_tokenizer
+from checkpoint_folders import E, H, I, K, edit_config, make, write
+from composite_models import make as make_composite
+
+
+@pytest.mark.parametrize(
+    ("family", "expected"),
+    [
+        ("glm4_moe", ["k_proj", "o_proj", "q_proj", "v_proj"]),
+        ("deepseek_v3", ["kv_a_proj_with_mqa", "kv_b_proj", "o_proj", "q_a_proj", "q_b_proj"]),
+        ("gpt_oss", ["k_proj", "o_proj", "q_proj", "v_proj"]),
+    ],
+)
+def test_attention_is_found_by_where_it_stands(family, expected):
+    found = make(family, torch.float32)
+    assert model.attention_targets(found) == expected
+    assert model.expert_sizes(found) == model.ExpertSizes(E, H, I, K)
+
+
+def test_a_router_a_dense_mlp_and_a_vision_tower_are_not_attention():
+    found = make_composite("gemma4", pad_token_id=0)
+    targets = model.attention_targets(found)
+    kinds = {"k_proj", "o_proj", "q_proj", "v_proj"}
+    path = "model.language_model.layers"
+    assert targets == sorted(f"{path}.{n}.self_attn.{kind}" for n in (0, 1) for kind in kinds)
+    adapted = model.add_adapter(found, 2, 4.0, 0)
+    trained = {name.partition(".lora_")[0] for name, each in adapted.named_parameters() if each.requires_grad}
+    attention = {name for name in trained if "experts" not in name}
+    assert attention == {f"base_model.model.{name}" for name in targets}
+
+
+def test_a_name_that_experts_have_too_is_told_in_full():
+    found = make("mixtral", torch.float32)
+    for layer in found.model.layers:
+        layer.mlp.q_proj = torch.nn.Linear(2, 2)
+    assert model.attention_targets(found) == ["k_proj", "o_proj", "self_attn.q_proj", "v_proj"]
+
+
+def test_code_of_the_checkpoint_is_not_run_and_not_asked_about(tmp_path, monkeypatch):
+    """As Kimi K2 is published: code for its configuration, which is not needed, and for its tokenizer."""
+    monkeypatch.setattr("builtins.input", lambda question: pytest.fail(question))
+    folder = write(tmp_path, "deepseek_v3", torch.bfloat16)
+    train_tokenizer(["Count to 12: 0 1 2 3"], 300, 64).save_pretrained(folder)
+    edit_config(folder, model_type="kimi_k2", auto_map={"AutoConfig": "code.DeepseekV3Config"})
+    (folder / "code.py").write_text("raise SystemExit('run')\n")
+    assert len(model.load_tokenizer(folder)) > 0
+    path = folder / "tokenizer_config.json"
+    code = {"auto_map": {"AutoTokenizer": ["code.Tokens", None]}, "tokenizer_class": "Tokens"}
+    path.write_text(json.dumps(json.loads(path.read_text()) | code))
+    with pytest.raises(
+        FinetuneError, match=r"code of the checkpoint, which is not run; expected a tokenizer\.json"
+    ):
+        model.load_tokenizer(folder)
