@@ -99,6 +99,27 @@ TEST(LinesInOrder, EachLineOfEachRowIsAskedForOnceThenTheFirstAgain) {
   }
 }
 
+// Each pass has a turn for each line. What is asked for next, when a pass is over, is what its share comes to.
+TEST(SharedLines, PassesAskForLinesAsTheyShareOutRows) {
+  for (const index_t most : {6, 12}) {
+    for (const index_t all : {1, 5, 12, 13, 24, 30, 36}) {
+      constexpr index_t kFirst = 1 << 20, kRows = 7, kLines = 9;
+      arch::SharedLines lines(arch::LinesInOrder({kFirst, 8192, kRows, kLines * arch::kLineBytes}), all);
+      ASSERT_TRUE(lines.any());
+      for (index_t begun = 0; begun < all; begun += most) {
+        const index_t share = std::min(most, all - begun);
+        lines.begin_pass(share);
+        for (index_t turn = 0; turn < kRows * kLines; ++turn) lines.turn();
+        const index_t asked = kRows * kLines * (begun + share) / all;
+        const index_t next = asked == kRows * kLines ? 0 : asked;
+        const index_t place = kFirst + next / kLines * 8192 + next % kLines * arch::kLineBytes;
+        ASSERT_EQ(static_cast<index_t>(lines.line()), place) << begun + share << " of " << all;
+      }
+    }
+  }
+  EXPECT_FALSE(arch::SharedLines(arch::LinesInOrder({}), 1).any());
+}
+
 TEST(LinesInOrder, OfGatheredRowsThereIsNone) {
   const std::vector<float> data(8);
   const std::int32_t index[] = {1, 0};

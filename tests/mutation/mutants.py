@@ -124,7 +124,8 @@ _LEFT_OUT = re.compile(
     r"|kStripBytes =|kRowBytes =|kStripDepth =|kFarRows =|k <= k\w*Steps|part_of_columns|parts\)|parts ="
     r"|k(Widened)?(Rows|Columns)Depth =|k(Widened)?PieceCols =|const bool pieces =|const index_t wide = pieces"
     r"|<= arch::kFewFactorRows|const bool rounded =|k(Panels|Vectors) = Rows|kStepsOfLine"
-    r"|LinesInOrder ahead|\bfar_\b|ahead = asked;|kDotBlock\w+|kDotPartBytes|kDotsInOrder|2 \* here, most"
+    r"|(LinesInOrder|SharedLines) ahead|begin_pass|roomy_l1|\bfar_\b|ahead = asked;|kDotBlock\w+|kDotPartBytes"
+    r"|kDotsInOrder|2 \* here, most"
     # Whether a result is left in the caches: where it may be, and that others see it in time.
     r"|past_caches|_mm_sfence|kCols % kLineElements|read_soon"
     # Sizes of blocks again: plans of one class.

@@ -33,7 +33,8 @@ inline constexpr index_t kMostStripBytes = kMostAheadDepth * kStripCols * index_
 inline constexpr index_t kWidenedRowsDepth = 128, kWidenedColumnsDepth = kMostAheadDepth;
 inline constexpr index_t kWidenedPieceCols = 768;
 // Rows of A from which strips of gemm_nn are kMostAheadDepth deep: with fewer, lines of a strip that has left L1 come back more
-// slowly than it is written (benchmarks/LOG.md, "Zen 5"). And from which no pieces of kWidenedPieceCols are asked for.
+// slowly than it is written (benchmarks/LOG.md, "Zen 5"). And from which no pieces of kWidenedPieceCols are asked for, and
+// strips of bf16 are widened once, as they are made, where L1 has room (roomy_l1()).
 inline constexpr index_t kRowsOfDeepStrips = 48;
 // Steps of K that few rows of A (fewer than kRowsOfDeepStrips) have with all columns of B before the next: a step is a row
 // of B, often on a page of its own, and so many pages stay translated from one strip of columns to the next

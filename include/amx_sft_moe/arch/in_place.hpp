@@ -9,6 +9,7 @@
 #include <utility>
 
 #include "amx_sft_moe/arch/blocking.hpp"
+#include "amx_sft_moe/arch/of_this_cpu.hpp"
 #include "amx_sft_moe/arch/operands.hpp"
 #include "amx_sft_moe/arch/paced_prefetch.hpp"
 #include "amx_sft_moe/arch/pages_ahead.hpp"

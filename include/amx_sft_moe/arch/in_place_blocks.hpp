@@ -12,6 +12,7 @@
 #include <utility>
 
 #include "amx_sft_moe/arch/blocking.hpp"
+#include "amx_sft_moe/arch/of_this_cpu.hpp"
 #include "amx_sft_moe/arch/operands.hpp"
 #include "amx_sft_moe/arch/row_bytes.hpp"
 
@@ -79,7 +80,8 @@ struct InPlaceBlocks {
     for (BlockWalk walk(k, cols, sizeof(S), most_steps(rows, in_order)); !walk.done(); walk.advance()) {
       const BlockOfRows& here = walk.here();
       const BlockOfRows& next = walk.next();
-      LinesInOrder ahead(bytes_of(b.from_row(next.kk).from_column(next.col), next.steps, next.cols));
+      SharedLines ahead(
+          LinesInOrder(bytes_of(b.from_row(next.kk).from_column(next.col), next.steps, next.cols)), rows);
       multiply_block(a + here.kk, a_stride, rows, b.from_row(here.kk).from_column(here.col), here,
                      c.after(here.kk).from(0, here.col), {here.kk == 0, here.kk + here.steps == k}, ahead);
     }
@@ -93,11 +95,11 @@ struct InPlaceBlocks {
     return kBlockStepsOfARow * static_cast<index_t>(std::bit_floor(static_cast<std::size_t>(rows)));
   }
 
-  // C [rows, block.cols] += A [rows, block.steps] x b. The first tile's rows ask for what is next. Whole tiles and the
-  // rest, not parts as large as one another: two tiles of 8 rows take longer than one of 12 and one of 4.
+  // C [rows, block.cols] += A [rows, block.steps] x b. Tiles share out what is asked for as they share out the rows. Whole tiles
+  // and the rest, not parts as large as one another: two tiles of 8 rows take longer than one of 12 and one of 4.
   template <class S>
   static void multiply_block(const float* a, index_t a_stride, index_t rows, const RowSource<S>& b,
-                             const BlockOfRows& block, const SumRows& c, BlockEnds ends, LinesInOrder& ahead) {
+                             const BlockOfRows& block, const SumRows& c, BlockEnds ends, SharedLines& ahead) {
     const S* row[std::size_t{kBlockSteps}];
     for (index_t k = 0; k < block.steps; ++k) row[k] = b.row(k);
     const auto tile = [&](index_t r, auto& asked) {
@@ -105,7 +107,10 @@ struct InPlaceBlocks {
                                                     c.from(r, 0), ends, asked);
     };
     NothingAhead nothing;
-    for (index_t r = 0; r < rows; r += kRows) r == 0 && ahead.any() ? tile(r, ahead) : tile(r, nothing);
+    for (index_t r = 0; r < rows; r += kRows) {
+      ahead.begin_pass(std::min(kRows, rows - r));
+      ahead.any() ? tile(r, ahead) : tile(r, nothing);
+    }
   }
 
   template <class S, class Ahead>

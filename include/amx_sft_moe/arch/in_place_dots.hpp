@@ -7,6 +7,7 @@
 
 #include "amx_sft_moe/arch/dot_blocks.hpp"
 #include "amx_sft_moe/arch/in_place.hpp"
+#include "amx_sft_moe/arch/of_this_cpu.hpp"
 
 AMX_SFT_MOE_NAMESPACE_BEGIN
 namespace arch {

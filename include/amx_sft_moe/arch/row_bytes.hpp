@@ -3,7 +3,6 @@
 
 #include <cstdint>
 
-#include "amx_sft_moe/arch/cpu_features.hpp"
 #include "amx_sft_moe/arch/operands.hpp"
 #include "amx_sft_moe/arch/paced_prefetch.hpp"
 
@@ -31,13 +30,6 @@ RowBytes bytes_of(const RowSource<S>& source, index_t rows, index_t cols) {
   // One row may have any distance from a second that is not there, and its bytes no number.
   const index_t stride = rows > 1 ? source.row_stride * kSize : 0;
   return {reinterpret_cast<std::uintptr_t>(source.data), stride, rows, cols * kSize};
-}
-
-// Whether rows to come are asked for in the order in which they lie: memory is the faster the less it jumps (benchmarks/LOG.md,
-// "Zen 5"). Else side by side, as they are read, which hardware follows ("Rows side by side, for Intel"). Asked of the CPU once.
-inline bool asks_in_order() {
-  static const bool in_order = !read_cpu_features().follows_rows;
-  return in_order;
 }
 
 // Asks for rows in L2, a line at a time, in the order in which they lie; behind the last for the first line again.
@@ -74,6 +66,27 @@ class LinesInOrder {
   std::uintptr_t stride_, step_ = static_cast<std::uintptr_t>(kLineBytes);
   index_t rows_, lines_;
   index_t left_;  // of this row
+};
+
+// The same in several passes of as many turns as there are lines: each asks for its share of them, evenly, `share` of `all`.
+// Memory that is asked for in the first pass alone has nothing to do in the others (benchmarks/LOG.md, "Shares of all tiles").
+class SharedLines {
+ public:
+  SharedLines(const LinesInOrder& lines, index_t all) : lines_(lines), all_(all) {}
+
+  bool any() const { return lines_.any(); }
+  std::uintptr_t line() const { return lines_.line(); }  // asked for next
+  void begin_pass(index_t share) { share_ = share; }
+  AMX_SFT_MOE_INLINE void turn() {
+    credit_ += share_;
+    if (credit_ < all_) return;
+    credit_ -= all_;
+    lines_.turn();
+  }
+
+ private:
+  LinesInOrder lines_;
+  index_t all_, share_ = 0, credit_ = 0;
 };
 
 }  // namespace arch

@@ -50,6 +50,9 @@ struct StripTiles {
   // The tiles for strips that are made from rows of S.
   template <class S>
   using TilesFor = Micro;
+  // Those for the same strips of floats, where there is a choice.
+  template <class S>
+  using FloatTilesFor = Micro;
 
   // C [rows, cols] += A [rows, k] x strip; k a multiple of kPairing<T>. Ahead: PacedPrefetch, or where cols are all of a
   // strip's, what makes another one.

@@ -17,6 +17,7 @@
 #include <algorithm>
 #include <cstdint>
 
+#include "amx_sft_moe/arch/of_this_cpu.hpp"
 #include "amx_sft_moe/arch/strips.hpp"
 #include "amx_sft_moe/gemm/operand.hpp"
 #include "amx_sft_moe/gemm/scratch.hpp"
@@ -93,6 +94,17 @@ arch::BytesAhead strips_ahead(const arch::RowSource<S>& source, const StripWalk<
 template <class Kernel, class S>
 using TilesFor = typename Kernel::Microkernel::template TilesFor<S>;
 
+// f<Tiles>(): those for strips of rows of B; `floats`: strips of floats where the kernel has the choice.
+template <class Kernel, class S, class F>
+decltype(auto) with_row_tiles(bool floats, F&& f) {
+  using Tiles = TilesFor<Kernel, S>;
+  using Floats = typename Kernel::Microkernel::template FloatTilesFor<S>;
+  if constexpr (!std::is_same_v<Tiles, Floats>) {
+    if (floats) return std::forward<F>(f).template operator()<Floats>();
+  }
+  return std::forward<F>(f).template operator()<Tiles>();
+}
+
 // What makes a strip from rows of S while another is multiplied: of bf16 from bf16, where the tiles have it, else void.
 template <class Tiles, class S>
 struct AheadOf {
@@ -126,12 +138,11 @@ class Strips {
   explicit Strips(Scratch& scratch)
       : strip_(scratch.b_panels.template as<std::byte>(2 * kBytes)), next_(strip_ + kBytes) {}
 
-  // C [rows, cols] += A [rows, k] x the strip of what lies in rows of S at `from` (see place()): make(strip), unless that was
+  // C [rows, cols] += A [rows, k] x the strip of what lies in rows at `from` (see place()): make(strip), unless that was
   // made while the one before was multiplied.
-  template <class S, class Ahead, class Make>
+  template <class Tiles, class Ahead, class Make>
   void multiply(const E* a, index_t a_stride, index_t rows, std::uintptr_t from, index_t k, index_t cols,
                 const arch::SumRows& c, const arch::BytesAhead& ahead, Make&& make) {
-    using Tiles = TilesFor<Kernel, S>;
     using T = typename Tiles::StripElement;
     constexpr index_t kDepth = std::max(Tiles::kRowsDepth, Tiles::kColumnsDepth);
     static_assert(kDepth * arch::kStripCols * index_t{sizeof(T)} <= kBytes);
@@ -160,13 +171,12 @@ class Strips {
 
 // C [rows, n] += A [rows, k] x B [k, n] for the k steps and n columns of the strip at hand; a, source and c are all of
 // theirs.
-template <class Kernel, class S>
+template <class Tiles, class Kernel, class S>
 void multiply_strip_of_rows(Strips<Kernel>& strips, const arch::RowSource<typename Kernel::Compute>& a,
                             index_t rows, const arch::RowSource<S>& source, const Strip& strip,
                             const arch::BytesAhead& ahead, const arch::SumRows& c) {
-  using Tiles = TilesFor<Kernel, S>;
   const auto from = source.from_row(strip.kk).from_column(strip.col);
-  strips.template multiply<S, typename AheadOf<Tiles, S>::Type>(
+  strips.template multiply<Tiles, typename AheadOf<Tiles, S>::Type>(
       a.data + strip.kk, a.row_stride, rows, place(from, 0, 0), strip.depth, strip.cols,
       c.after(strip.kk).from(0, strip.col), ahead,
       [&](auto* to) { Tiles::strip_of_rows(from, strip.depth, strip.cols, to); });
@@ -182,30 +192,31 @@ void multiply_rows_by_columns(Scratch& scratch, const arch::RowSource<typename K
     const StripDepths depths = depths_of<Tiles, typename AheadOf<Tiles, S>::Type>(source, rows, k);
     for (StripWalk walk(StripsAlongK{k, cols, depths}); !walk.done(); walk.advance()) {
       const arch::BytesAhead ahead = strips_ahead(source, walk, RowsOfSource::kRowsOfB);
-      multiply_strip_of_rows(strips, a, rows, source, walk.here(), ahead, c);
+      multiply_strip_of_rows<Tiles>(strips, a, rows, source, walk.here(), ahead, c);
     }
   });
 }
 
 // How deep a strip of B's rows is at most; with_adjacent_rows() copies them where they are not adjacent.
 template <class Kernel>
-index_t strip_depth(const AnyRows& b) {
-  if (b.col_stride() != 1) return TilesFor<Kernel, typename Kernel::Compute>::kRowsDepth;
-  return b.visit([]<class S>(const arch::RowSource<S>&) { return TilesFor<Kernel, S>::kRowsDepth; });
+index_t strip_depth(const AnyRows& b, bool floats) {
+  const auto depth = []<class Tiles>() { return Tiles::kRowsDepth; };
+  if (b.col_stride() != 1) return with_row_tiles<Kernel, typename Kernel::Compute>(floats, depth);
+  return b.visit([&]<class S>(const arch::RowSource<S>&) { return with_row_tiles<Kernel, S>(floats, depth); });
 }
 
 // What memory is asked for, or the next strip made from, while `rows` rows meet one of StripsAcross. Many rows don't wait for
 // memory, and their C needs the room in L2 that a piece would take. Of the last steps of K few columns are one piece, behind
 // which there is none.
-template <class Kernel, class S>
+template <class Tiles, class S>
 arch::BytesAhead ahead_across(index_t rows, const arch::RowSource<S>& source,
                               const StripWalk<StripsAcross>& walk, index_t k, index_t cols) {
   constexpr index_t kSize = sizeof(S);
-  if constexpr (!std::is_void_v<typename AheadOf<TilesFor<Kernel, S>, S>::Type>) {
+  if constexpr (!std::is_void_v<typename AheadOf<Tiles, S>::Type>) {
     return strips_ahead(source, walk, RowsOfSource::kRowsOfB);
   }
   if (source.row_index != nullptr) return {};
-  constexpr index_t kPieceCols = TilesFor<Kernel, S>::kPieceCols;
+  constexpr index_t kPieceCols = Tiles::kPieceCols;
   const bool pieces = rows < arch::kRowsOfDeepStrips && (cols > kPieceCols || walk.here().depth < k);
   const index_t wide = pieces ? kPieceCols : arch::kStripCols;
   const Strip piece = piece_ahead(walk.here(), k, cols, wide);
@@ -214,11 +225,14 @@ arch::BytesAhead ahead_across(index_t rows, const arch::RowSource<S>& source,
   return {place(source, piece.kk, piece.col), 0, stride, piece.depth, piece.cols * kSize};
 }
 
-// The same block of K by block of K, all columns of each: A may have to be staged, or B.
+// The same block of K by block of K, all columns of each: A may have to be staged, or B. Strips of bf16 that floats meet are
+// widened for each few rows anew, so with many they are floats where L1 has room for these (benchmarks/LOG.md, "Strips of
+// floats, again").
 template <class Kernel>
 void multiply_rows_by_blocks(Scratch& scratch, const AnyRows& a, index_t rows, const AnyRows& b, index_t k,
-                             index_t cols, const arch::SumRows& c) {
-  const index_t depth = even_part(k, ceil_div(k, strip_depth<Kernel>(b)));
+                             index_t cols, const arch::SumRows& c, bool roomy_l1 = arch::roomy_l1()) {
+  const bool floats = roomy_l1 && rows >= arch::kRowsOfDeepStrips;
+  const index_t depth = even_part(k, ceil_div(k, strip_depth<Kernel>(b, floats)));
   Strips<Kernel> strips(scratch);
   for (index_t kk = 0; kk < k; kk += depth) {
     const index_t here = std::min(depth, k - kk);
@@ -227,12 +241,14 @@ void multiply_rows_by_blocks(Scratch& scratch, const AnyRows& a, index_t rows, c
     const index_t left = b.col_stride() == 1 ? k - kk : here;  // a copy is of one block
     with_adjacent_rows<Kernel>(
         scratch, b.from(kk, 0), here, cols, [&]<class S>(const arch::RowSource<S>& source) {
-          // Of the rest of K this block only: A's next is not there yet. B's next is announced.
-          for (StripWalk walk(StripsAcross{left, cols, here}); !walk.done() && walk.here().kk == 0;
-               walk.advance()) {
-            multiply_strip_of_rows(strips, a_block, rows, source, walk.here(),
-                                   ahead_across<Kernel>(rows, source, walk, left, cols), c.after(kk));
-          }
+          with_row_tiles<Kernel, S>(floats, [&]<class Tiles>() {
+            // Of the rest of K this block only: A's next is not there yet. B's next is announced.
+            for (StripWalk walk(StripsAcross{left, cols, here}); !walk.done() && walk.here().kk == 0;
+                 walk.advance()) {
+              multiply_strip_of_rows<Tiles>(strips, a_block, rows, source, walk.here(),
+                                            ahead_across<Tiles>(rows, source, walk, left, cols), c.after(kk));
+            }
+          });
         });
   }
 }
@@ -285,7 +301,7 @@ void multiply_columns(Scratch& scratch, TokenForm form, const typename Kernel::C
     for (StripWalk walk(StripsAlongK{k, out, depths}); !walk.done(); walk.advance()) {
       const Strip& strip = walk.here();
       const auto from = source.from_row(strip.col).from_column(strip.kk);
-      strips.template multiply<S, void>(
+      strips.template multiply<Tiles, void>(
           x + strip.kk, x_stride, tokens, place(from, 0, 0), strip.depth, strip.cols,
           c.after(strip.kk).from(0, strip.col), strips_ahead(source, walk, RowsOfSource::kColumnsOfB),
           [&](auto* to) { Tiles::strip_of_columns(from, strip.cols, strip.depth, to); });

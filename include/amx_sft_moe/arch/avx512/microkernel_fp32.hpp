@@ -98,6 +98,8 @@ struct Avx512Microkernel : StripTiles<Avx512Microkernel, float, float, 6, 4, 64,
   static_assert(kBlock == kStripCols);  // a strip is one block, for what packs it
   template <class S>
   using TilesFor = std::conditional_t<std::is_same_v<S, bf16>, Avx512PairTiles, Avx512Microkernel>;
+  template <class S>
+  using FloatTilesFor = Avx512Microkernel;
   static constexpr index_t kKUnit = Avx512PairTiles::kKUnit;
 
   template <int Rows, int Panels, class Ahead>

@@ -1,0 +1,28 @@
+// What products do one way on some CPUs and another way on others, with the same bits. Asked of the CPU once.
+#pragma once
+
+#include <unistd.h>
+
+#include "amx_sft_moe/arch/blocking.hpp"
+#include "amx_sft_moe/arch/cpu_features.hpp"
+
+AMX_SFT_MOE_NAMESPACE_BEGIN
+namespace arch {
+
+// Whether rows to come are asked for in the order in which they lie: memory is the faster the less it jumps (benchmarks/LOG.md,
+// "Zen 5"). Else side by side, as they are read, which hardware follows ("Rows side by side, for Intel").
+inline bool asks_in_order() {
+  static const bool in_order = !read_cpu_features().follows_rows;
+  return in_order;
+}
+
+// Whether a strip of floats leaves room in L1 for what passes by it: Intel's CPUs since Ice Lake have 48 KiB. Measured on
+// Emerald Rapids ("Strips of floats, again"), on none of AMD's.
+inline bool roomy_l1() {
+  static const bool roomy =
+      read_cpu_features().follows_rows && sysconf(_SC_LEVEL1_DCACHE_SIZE) >= 3 * kStripBytes / 2;
+  return roomy;
+}
+
+}  // namespace arch
+AMX_SFT_MOE_NAMESPACE_END
