@@ -234,9 +234,9 @@ def attention_targets(model: PreTrainedModel) -> list[str]:
     """Names of the Linear modules of attention, as PEFT's `target_modules` takes them: an end of the path that
     no other module's has, such as q_proj or self_attn.q_proj, else all of it.
 
-    Attention, linear attention included, is what takes an attention mask within a decoder layer that stands in
-    one list with those of routed experts. A router, a dense or shared MLP and the layers of a vision tower do
-    not.
+    Attention is what takes an attention mask within a decoder layer that stands in one list with those of
+    routed experts: linear attention, state-space layers and short convolutions too, but no router, no dense or
+    shared MLP and no layer of a vision tower.
     """
     of_layers = {_layers_of(path) for path, _ in routed_experts(model)}
     attention: set[str] = set()

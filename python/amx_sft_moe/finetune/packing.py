@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from itertools import takewhile
 
 import torch
 from torch.utils.data import Dataset
@@ -100,7 +99,9 @@ def _beginning(tokenizer: PreTrainedTokenizerBase) -> list[int]:
     """What this tokenizer puts before a text: nothing, for some that name a beginning of text nevertheless."""
     text = "a"
     plain = tokenizer(text, add_special_tokens=False)["input_ids"]
-    return list(takewhile(lambda token: token != plain[0], tokenizer(text)["input_ids"]))
+    whole = tokenizer(text)["input_ids"]
+    places = range(len(whole) - len(plain) + 1) if plain else ()
+    return next((whole[:at] for at in places if whole[at : at + len(plain)] == plain), [])
 
 
 def encode_examples(
