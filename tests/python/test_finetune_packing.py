@@ -253,6 +253,28 @@ def test_blocks_of_tokens_chosen_by_places_in_the_row(lengths, apart):
     assert (packed == pytest.approx(expected, rel=3e-6)) == apart
 
 
+def test_a_state_that_is_carried_along_is_noticed_however_weak():
+    """Less of it than rounding is a leak all the same."""
+    model = family_model("qwen3_moe", "eager")
+    blocks = pack([text_of(6, 0), text_of(5, 1)], 12, 0)
+    assert keeps_examples_apart(model, [blocks])
+
+    def carry(module, inputs, output):
+        output.last_hidden_state = output.last_hidden_state + 1e-9 * output.last_hidden_state.cumsum(1)
+        return output
+
+    model.model.register_forward_hook(carry)
+    assert not keeps_examples_apart(model, [blocks])
+
+
+def test_of_a_model_without_numbers_nothing_is_said():
+    """Training tells that it has diverged; the rows are not the reason."""
+    model = family_model("qwen3_moe", "eager")
+    with torch.no_grad():
+        model.lm_head.weight.fill_(torch.nan)
+    assert keeps_examples_apart(model, [pack([text_of(6, 0), text_of(5, 1)], 12, 0)])
+
+
 @pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss"])
 def test_asked_is_the_row_in_which_an_example_begins_furthest_behind(family, monkeypatch):
     model = family_model(family, "eager")
