@@ -90,7 +90,7 @@ def test_a_run(family, tmp_path, capsys, monkeypatch):
     assert f"on the experts of {layers} layers" in out
     assert ("bfloat16 (experts) and float32 (the rest)" in out) == apart
     assert "beware" not in out
-    assert ("in gpt_oss several in a row would see each other" in out) == (family == "gpt_oss")
+    assert ("in gpt_oss several in a row would not stay apart" in out) == (family == "gpt_oss")
     config = json.loads((tmp_path / "out" / "adapter" / "adapter_config.json").read_text())
     assert attention <= set(config["target_modules"])
     assert not {"gate", "router", "shared_expert_gate", "lm_head"} & set(config["target_modules"])

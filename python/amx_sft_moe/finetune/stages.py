@@ -196,13 +196,13 @@ def load_adapted(options: Options, base: Base, say: Terminal) -> PeftModel:
 
 
 def lay_out(options: Options, examples: Examples, adapted: PeftModel, say: Terminal) -> Tokens:
-    """Several examples a row, or one where this model would let them see each other."""
+    """Several examples a row, or one where this model would not keep them apart."""
     parts = examples.training, examples.held_out
     rows = [packing.pack(part, options.sequence_length, examples.padding) for part in parts]
     if not keeps_examples_apart(adapted, rows):
         rows = [packing.one_per_row(part, options.sequence_length, examples.padding) for part in parts]
         kind = model.bare_model(adapted).config.model_type
-        say.fact("rows", f"of one example each: in {kind} several in a row would see each other")
+        say.fact("rows", f"of one example each: in {kind} several in a row would not stay apart")
     training, held_out = rows
     held_out = held_out.first(options.evaluation_rows)
     return Tokens(training, held_out, examples.truncated, examples.dropped)
