@@ -51,6 +51,9 @@ inline LayerShape shape_of_layer(const SafetensorsFile& file, index_t layer) {
     shape.intermediate = static_cast<index_t>(tensor.shape[0]);
     while (file.has(names.of(shape.experts, "gate"))) ++shape.experts;
   }
+  // With all of them above 0 a tensor that the file has room for has no product that overflows.
+  if (shape.experts == 0 || shape.intermediate == 0 || shape.hidden == 0)
+    throw Error(first + ": expected no dimension of 0");
   return shape;
 }
 

@@ -19,9 +19,13 @@ inline bool asks_in_order() {
 // Whether a strip of floats leaves room in L1 for what passes by it: Intel's CPUs since Ice Lake have 48 KiB. Measured on
 // Emerald Rapids ("Strips of floats, again"), on none of AMD's.
 inline bool roomy_l1() {
+#ifdef _SC_LEVEL1_DCACHE_SIZE  // glibc's
   static const bool roomy =
       read_cpu_features().follows_rows && sysconf(_SC_LEVEL1_DCACHE_SIZE) >= 3 * kStripBytes / 2;
   return roomy;
+#else
+  return false;
+#endif
 }
 
 }  // namespace arch

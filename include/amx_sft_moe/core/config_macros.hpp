@@ -62,6 +62,18 @@
 #else
 #define AMX_SFT_MOE_ABI_CPU
 #endif
+// What lies between those steps: -march=x86-64-v2, -march=haswell, -march=icelake-server.
+#if defined(__AVX512VBMI2__)
+#define AMX_SFT_MOE_ABI_MORE _vbmi2
+#elif defined(__AVX512VBMI__)
+#define AMX_SFT_MOE_ABI_MORE _vbmi
+#elif defined(__BMI2__)
+#define AMX_SFT_MOE_ABI_MORE _bmi2
+#elif defined(__SSE4_1__) && !defined(__AVX__)
+#define AMX_SFT_MOE_ABI_MORE _sse4
+#else
+#define AMX_SFT_MOE_ABI_MORE
+#endif
 #if defined(__FAST_MATH__)
 #define AMX_SFT_MOE_ABI_MATH _fast_math
 #elif defined(__ASSOCIATIVE_MATH__) || defined(__RECIPROCAL_MATH__)  // GCC's
@@ -74,11 +86,12 @@
 #else
 #define AMX_SFT_MOE_ABI_FINITE
 #endif
-#define AMX_SFT_MOE_JOIN_(a, b, c, d, e, f, g) a##b##c##d##e##f##g
-#define AMX_SFT_MOE_JOIN(a, b, c, d, e, f, g) AMX_SFT_MOE_JOIN_(a, b, c, d, e, f, g)
-#define AMX_SFT_MOE_ABI                                                                  \
-  AMX_SFT_MOE_JOIN(AMX_SFT_MOE_ABI_VERSION, AMX_SFT_MOE_ABI_TIMER, AMX_SFT_MOE_ABI_NVTX, \
-                   AMX_SFT_MOE_ABI_THREADS, AMX_SFT_MOE_ABI_CPU, AMX_SFT_MOE_ABI_MATH, AMX_SFT_MOE_ABI_FINITE)
+#define AMX_SFT_MOE_JOIN_(a, b, c, d, e, f, g, h) a##b##c##d##e##f##g##h
+#define AMX_SFT_MOE_JOIN(a, b, c, d, e, f, g, h) AMX_SFT_MOE_JOIN_(a, b, c, d, e, f, g, h)
+#define AMX_SFT_MOE_ABI                                                                                      \
+  AMX_SFT_MOE_JOIN(AMX_SFT_MOE_ABI_VERSION, AMX_SFT_MOE_ABI_TIMER, AMX_SFT_MOE_ABI_NVTX,                     \
+                   AMX_SFT_MOE_ABI_THREADS, AMX_SFT_MOE_ABI_CPU, AMX_SFT_MOE_ABI_MORE, AMX_SFT_MOE_ABI_MATH, \
+                   AMX_SFT_MOE_ABI_FINITE)
 #define AMX_SFT_MOE_TEXT_(name) #name
 #define AMX_SFT_MOE_TEXT(name) AMX_SFT_MOE_TEXT_(name)
 

@@ -95,8 +95,10 @@ struct Blocking {
 
   static Blocking of_this_machine() {
     Blocking blocking;
+#ifdef _SC_LEVEL2_CACHE_SIZE  // glibc's
     const long l2 = sysconf(_SC_LEVEL2_CACHE_SIZE);
     if (l2 > 0) blocking.panel_bytes = std::max<index_t>(l2 / 2, index_t{1} << 17);
+#endif
     return blocking;
   }
 

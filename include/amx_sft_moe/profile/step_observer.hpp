@@ -8,7 +8,8 @@ AMX_SFT_MOE_NAMESPACE_BEGIN
 
 // Called on the thread that called the operator, and for phases only while that thread itself works on them: a
 // group's begin, then its phases one at a time, then its end. The time spent here is part of the step. Must not
-// throw and must not call the operator.
+// throw, must not call the operator, and must not use AMX's tiles, nor call what does (a bf16 product of oneDNN or MKL): the
+// pass has its own in them.
 class StepObserver {
  public:
   StepObserver() = default;

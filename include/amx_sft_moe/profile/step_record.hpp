@@ -75,7 +75,8 @@ class StepRecord {
   bool wants_spans = false;
   StepWork work;
 
-  std::span<const RegionRecord> regions() const { return {regions_.data(), used_}; }
+  // Of a record that was moved from: none.
+  std::span<const RegionRecord> regions() const { return {regions_.data(), std::min(used_, regions_.size())}; }
   std::size_t sync_points() const {
     return static_cast<std::size_t>(
         std::count_if(regions().begin(), regions().end(), [](const RegionRecord& r) { return r.parallel; }));

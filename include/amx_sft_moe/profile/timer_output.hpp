@@ -6,9 +6,11 @@
 //   AMX_SFT_MOE_TRACE_LIMIT=MB      no file grows beyond this; default 256. An end mark says that it is full
 #pragma once
 
-#include <charconv>
+#include <algorithm>
 #include <cstdlib>
 #include <exception>
+#include <locale>
+#include <sstream>
 #include <string>
 #include <string_view>
 
@@ -101,11 +103,14 @@ class TimerOutput {
     const std::string_view wanted(text);
     // Neither nan nor inf, which comparisons may not see (-ffast-math).
     const bool digits = wanted.find_first_not_of("0123456789.eE+-") == std::string_view::npos;
+    // Not std::from_chars, which libc++ has for floating point since LLVM 20 only.
+    std::istringstream in{std::string(wanted)};
+    in.imbue(std::locale::classic());
     double megabytes = 0;
-    const auto read = std::from_chars(wanted.data(), wanted.data() + wanted.size(), megabytes);
-    if (!digits || read.ptr != wanted.data() + wanted.size() || !(megabytes > 0) || megabytes > kMostMegabytes)
+    const bool read = digits && in >> megabytes && in.eof();
+    if (!read || !(megabytes > 0) || megabytes > kMostMegabytes)
       throw ArgumentError(concat("AMX_SFT_MOE_TRACE_LIMIT: expected a number of MB above 0, got ", text));
-    return static_cast<std::int64_t>(megabytes * kMega);
+    return std::max<std::int64_t>(static_cast<std::int64_t>(megabytes * kMega), 1);
   }
 
   void write_dump() {

@@ -146,7 +146,7 @@ def write(
     config = written(
         adapter.config,
         Entry("", some.rank, some.scaling),
-        entries_of_linears({}, adapter.linears),
+        entries_of_linears(adapter.linears),
         targets,
         None,
         peft_version,

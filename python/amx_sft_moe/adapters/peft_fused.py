@@ -183,7 +183,7 @@ def _whole(
 def _config(
     adapter: Adapter, base: BaseModel, entries: dict[str, Entry], taken: frozenset[str], peft_version: str
 ) -> dict[str, Any]:
-    linears = entries_of_linears(adapter.config, adapter.linears)
+    linears = entries_of_linears(adapter.linears)
     short: dict[str, set[tuple[int, float]]] = {}
     for name, entry in entries.items():
         short.setdefault(short_name(name), set()).add((entry.rank, entry.scaling))

@@ -192,5 +192,5 @@ def _config(
         other = sorted({f"{short_name(module)}.{name}" for module in experts for name in present} | {*other})
         doubled = Entry("gate_up_proj", 2 * default.rank, default.scaling)
         entries += [doubled] if "gate_proj" in some else []
-    entries += entries_of_linears(adapter.config, linears)
+    entries += entries_of_linears(linears)
     return written(adapter.config, default, entries, targets, other or None, peft_version)

@@ -168,10 +168,13 @@ def name_of_linear(source: dict[str, Any], module: str) -> str:
     return weight if through else module
 
 
-def entries_of_linears(source: dict[str, Any], linears: dict[str, Any]) -> list[Entry]:
-    """One entry for each, under its full name."""
-    named = {name_of_linear(source, name): linear for name, linear in linears.items()}
-    return [Entry(re.escape(name), linear.rank, linear.scaling) for name, linear in named.items()]
+def entries_of_linears(linears: dict[str, Any]) -> list[Entry]:
+    """One entry for each, under its full name and its weight's: PEFT from 0.19 makes a parameter of a router
+    that ``target_modules`` names, and looks settings up by that."""
+    return [
+        Entry(f"{re.escape(name)}({re.escape('.weight')})?", linear.rank, linear.scaling)
+        for name, linear in linears.items()
+    ]
 
 
 def targets_of_linears(source: dict[str, Any], linears: Iterable[str], taken: Iterable[str]) -> list[str]:

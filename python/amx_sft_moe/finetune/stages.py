@@ -284,10 +284,11 @@ def read_back(
     here = loss(saved.loss)
     try:
         saved.bytes = sum(file.stat().st_size for file in folder.glob("adapter_model*"))
-        if not model.room_for_copies(adapted.model):
+        dtype = getattr(torch, options.dense_dtype)
+        # Stock torch has the experts in the dtype of the rest.
+        if not model.room_for_copies(adapted.model, _copies(options)):
             say.fact("held-out loss", f"{here} here; not read back, memory is short for a second model")
             return
-        dtype = getattr(torch, options.dense_dtype)
         stock = adapter.stock_loss(
             base.folder, folder, tokens.held_out, dtype, options.batch_size, options.threads, scratch
         )
@@ -312,8 +313,7 @@ def compare(
     """
     dtype, dense = getattr(torch, options.dtype), getattr(torch, options.dense_dtype)
     apart = model.mapped_gigabytes(adapted.model) > 0 or dense != dtype
-    wider = dense.itemsize // dtype.itemsize
-    if not model.room_for_copies(adapted.model, 2 * wider if apart else 1):
+    if not model.room_for_copies(adapted.model, 2 * _copies(options) if apart else 1):
         copies = "stack the experts and copy them" if apart else "hold a second copy of the weights"
         say.fact("left out", f"PEFT with {TORCH_GROUPED} would {copies}, memory is short for it")
         return None
@@ -328,6 +328,12 @@ def compare(
     for table in (report.step_loss_table(*lanes), report.step_time_table(*lanes)):
         say.table(table)
     return lanes
+
+
+def _copies(options: Options) -> int:
+    """How many times the experts' memory a model has that is all in the dtype of the rest."""
+    experts, rest = getattr(torch, options.dtype), getattr(torch, options.dense_dtype)
+    return rest.itemsize // experts.itemsize
 
 
 def backward_times(

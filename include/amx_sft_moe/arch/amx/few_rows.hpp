@@ -15,6 +15,7 @@
 #pragma once
 
 #include "amx_sft_moe/arch/amx/session.hpp"
+#include "amx_sft_moe/arch/avx512/microkernel_fp32.hpp"
 #include "amx_sft_moe/arch/avx512/vector.hpp"
 #include "amx_sft_moe/arch/blocking.hpp"
 
@@ -24,6 +25,11 @@ namespace arch {
 class AmxFewRows {
  public:
   static constexpr index_t kRows = 2 * amx::kTileRows;  // of A, at most
+
+  // Up to so many rows are multiplied as floats, C in registers: of a tile they would fill an eighth, and weights come faster
+  // (benchmarks/LOG.md, "Two rows without tiles").
+  using OfFloats = Avx512Microkernel;
+  static constexpr index_t kRowsOfFloats = 2;
 
  private:
   static constexpr index_t kSteps = amx::kTileRows;         // along K of a tile of B
