@@ -111,7 +111,9 @@ class SftMoeExperts(nn.Module):
             shapes |= dict.fromkeys(("gate_lora_a", "up_lora_a"), (e, r, h))
             shapes |= dict.fromkeys(("gate_lora_b", "up_lora_b"), (e, i, r))
         for name, shape in shapes.items():
-            self.register_parameter(name, nn.Parameter(torch.empty(shape, dtype=dtype)) if r > 0 else None)
+            # Beside the weights, whatever torch's default device is.
+            factor = torch.empty(shape, dtype=dtype, device="cpu") if r > 0 else None
+            self.register_parameter(name, None if factor is None else nn.Parameter(factor))
         self.reset_lora_parameters()
 
     def reset_lora_parameters(self) -> None:

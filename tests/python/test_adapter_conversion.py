@@ -226,8 +226,8 @@ def test_one_scaling_for_servers(tmp_path: Path) -> None:
     assert done.lossless
     config = config_of(tmp_path / "adapter")
     assert set(config["alpha_pattern"]) == {
-        r"model\.layers\.0\.self_attn\.o_proj",
-        r"model\.layers\.1\.self_attn\.o_proj",
+        r"model\.layers\.0\.self_attn\.o_proj(\.weight)?",
+        r"model\.layers\.1\.self_attn\.o_proj(\.weight)?",
     }
     ranks = {**config["rank_pattern"]}
     assert all(

@@ -27,6 +27,7 @@ from adapter_cases import (
     model_of,
     stock_adapter,
     stock_merge,
+    write_config,
 )
 from amx_sft_moe import ArgumentError, StateError
 from amx_sft_moe.adapters import (
@@ -241,3 +242,37 @@ def test_code_for_a_model_that_is_no_language_model_is_not_run(tmp_path: Path, m
     with pytest.raises(ArgumentError, match=r"vit: expected a causal language model, got 'vit': "):
         load_model(folder)
     assert asked == []
+
+
+def loads_in_peft(adapter: Path, family: str) -> tuple[bool, str]:
+    check = check_adapter(adapter, checkpoint(family))
+    assert not check.findings
+    found = next(one for one in check.loads if one.tool == "PEFT from 0.20")
+    return found.loads, found.reason
+
+
+def test_what_peft_drops_is_told(per_expert: Path, tmp_path: Path) -> None:
+    assert loads_in_peft(per_expert, "qwen3") == (True, "fuses it while loading")
+    names = config_of(per_expert)["target_modules"]
+    write_config(per_expert, target_modules=[name for name in names if name != "down_proj"])
+    loads, reason = loads_in_peft(per_expert, "qwen3")
+    assert not loads
+    assert reason.startswith("finds no target for model.layers.0.mlp.experts.down_proj")
+    write_config(per_expert, target_modules=[name for name in names if name != "up_proj"])
+    assert not loads_in_peft(per_expert, "qwen3")[0]
+
+    # A base whose names PEFT does not take for those of experts.
+    save_per_expert(trained("qwen2"), tmp_path / "saved")
+    assert loads_in_peft(tmp_path / "saved", "qwen2")[0]
+    write_config(tmp_path / "saved", target_parameters=None)
+    loads, reason = loads_in_peft(tmp_path / "saved", "qwen2")
+    assert not loads
+    assert "finds no target for model.layers.0.mlp.experts." in reason
+
+
+def test_a_shared_expert_is_counted_apart(tmp_path: Path) -> None:
+    save_per_expert(trained("qwen2", target_modules=["down_proj", "o_proj"]), tmp_path / "saved")
+    found = inspect_adapter(tmp_path / "saved")
+    shared, routed = found["others"]["down_proj"], found["experts"]["down_proj"]
+    assert shared["weights"] == len(shared["layers"])
+    assert routed["weights"] == routed["experts"] * len(routed["layers"])

@@ -13,10 +13,19 @@ from typing import Any
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
+from safetensors.torch import load_file, save_file
 from torch import nn
 
 import amx_sft_moe
-from adapter_cases import checkpoint, largest_difference, model_of, stock_adapter, stock_merge
+from adapter_cases import (
+    checkpoint,
+    config_of,
+    largest_difference,
+    model_of,
+    stock_adapter,
+    stock_merge,
+    write_config,
+)
 from amx_sft_moe.adapters import convert_adapter, inspect_adapter, merge_adapter, save_per_expert
 from amx_sft_moe.checkpoints import load_model
 from amx_sft_moe.errors import ArgumentError, StateError
@@ -81,6 +90,31 @@ def test_a_router_keeps_its_scaling(to: str, tmp_path: Path) -> None:
     source, merged = stock_adapter("qwen3", ROUTER)
     convert_adapter(source, tmp_path / "out", to, base=checkpoint("qwen3"))
     assert largest_difference(stock_merge("qwen3", tmp_path / "out"), merged) <= 1e-6
+
+
+@pytest.mark.parametrize("to", ["per-expert", "peft-fused"])
+def test_a_router_keeps_its_scaling_by_way_of_ktransformers(to: str, tmp_path: Path) -> None:
+    """Whose configuration names the router's module, where PEFT asks for the parameter's settings."""
+    source, merged = stock_adapter("qwen3", ROUTER)
+    convert_adapter(source, tmp_path / "kt", "ktransformers", base=checkpoint("qwen3"))
+    convert_adapter(tmp_path / "kt", tmp_path / "out", to, base=checkpoint("qwen3"))
+    assert largest_difference(stock_merge("qwen3", tmp_path / "out"), merged) <= 1e-6
+
+
+def test_a_router_of_transformers_4_keeps_its_rank(tmp_path: Path) -> None:
+    """The router is a module of ``target_modules`` there, and gate and up have an A each: twice the rank."""
+    source, _ = stock_adapter("qwen3", ROUTER)
+    convert_adapter(source, tmp_path / "old", "per-expert", base=checkpoint("qwen3"))
+    state = load_file(tmp_path / "old" / "adapter_model.safetensors")
+    state = {key: value.flip(0) if "up_proj.lora_A" in key else value for key, value in state.items()}
+    save_file(state, tmp_path / "old" / "adapter_model.safetensors", metadata={"format": "pt"})
+    modules = [*config_of(tmp_path / "old")["target_modules"], "gate"]
+    write_config(
+        tmp_path / "old", target_modules=modules, target_parameters=None, rank_pattern={}, alpha_pattern={}
+    )
+    expected = stock_merge("qwen3", tmp_path / "old")
+    convert_adapter(tmp_path / "old", tmp_path / "fused", "peft-fused", base=checkpoint("qwen3"))
+    assert largest_difference(stock_merge("qwen3", tmp_path / "fused"), expected) <= 1e-6
 
 
 def test_an_adapted_embedding_is_refused(tmp_path: Path) -> None:

@@ -386,3 +386,29 @@ def test_other_tracers_are_refused(tracer: str, grad: bool) -> None:
         else:
             torch.jit.trace(experts, inputs, check_trace=False)
     assert experts(*inputs).shape == layer.x.shape
+
+
+def test_routes_per_token_of_before_once_more(in_graphs: list[int]) -> None:
+    """As for an evaluation with fewer routes."""
+    experts = experts_of("qwen3_moe")
+    graph = torch.compile(experts, fullgraph=True, backend=BACKEND)
+    x, ids, weights = routed(7)
+    fewer = [x, ids[:, :1].contiguous(), weights[:, :1].detach().contiguous().requires_grad_()]
+    for inputs in ([x, ids, weights], fewer, [x, ids, weights]):
+        gc.collect()
+        found, expected = results(graph, inputs), results(experts, inputs)
+        assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+    assert in_graphs
+
+
+def test_a_second_call_with_lora_is_not_compiled_again() -> None:
+    model = with_lora(small("qwen3_moe"))
+    compiler = torch._dynamo.testing.CompileCounterWithBackend(BACKEND)
+    graph = torch.compile(model, backend=compiler)
+    for _ in range(3):
+        graph(**token_batch()).loss.backward()
+    once = compiler.frame_count
+    torch._dynamo.reset()
+    compiler = torch._dynamo.testing.CompileCounterWithBackend(BACKEND)
+    torch.compile(model, backend=compiler)(**token_batch()).loss.backward()
+    assert once == compiler.frame_count > 0

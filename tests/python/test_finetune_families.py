@@ -393,8 +393,15 @@ def test_a_standard_output_that_takes_nothing_stops_no_training(tmp_path, monkey
     assert (metrics["failed"], metrics["adapter"]["stock_error"]) == ({}, "")
 
 
-def test_an_adapter_saved_fused_leaves_the_users_own_card(tmp_path, monkeypatch):
-    monkeypatch.setattr(adapters, "save_per_expert", refused)
+def broken_midway(found, folder):
+    (folder / "adapter_model.safetensors").write_bytes(b"half")
+    (folder / "left.bin").write_bytes(b"half")
+    raise LookupError("of a family that nobody tried: got something else")
+
+
+@pytest.mark.parametrize("save", [refused, broken_midway])
+def test_an_adapter_saved_fused_leaves_the_users_own_card(save, tmp_path, monkeypatch):
+    monkeypatch.setattr(adapters, "save_per_expert", save)
     wanted = options(tmp_path, checkpoint(tmp_path / "checkpoint", "mixtral"))
     bare = model.load_model(wanted.model, torch.bfloat16, torch.bfloat16, OURS)
     adapted = model.add_adapter(bare, 2, 4.0, 0)
@@ -403,6 +410,6 @@ def test_an_adapter_saved_fused_leaves_the_users_own_card(tmp_path, monkeypatch)
     place = tmp_path / "where it will lie"
     reason = adapter.save_adapter(adapted, model.load_tokenizer(wanted.model), folder, place)
     assert reason.endswith("got something else")
-    assert not (folder / "README.md").exists()
+    assert not {"README.md", "left.bin"} & {path.name for path in folder.iterdir()}
     assert json.loads((folder / "adapter_config.json").read_text())["base_model_name_or_path"] == str(place)
     assert {"adapter_model.safetensors", "tokenizer.json"} <= {path.name for path in folder.iterdir()}

@@ -6,6 +6,7 @@ import json
 
 import pytest
 import torch
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from amx_sft_moe.finetune import model
 from amx_sft_moe.finetune.errors import FinetuneError
@@ -62,3 +63,35 @@ def test_code_of_the_checkpoint_is_not_run_and_not_asked_about(tmp_path, monkeyp
         FinetuneError, match=r"code of the checkpoint, which is not run; expected a tokenizer\.json"
     ):
         model.load_tokenizer(folder)
+
+
+def test_what_peft_takes_for_experts_by_its_name_is_left_out():
+    """AFMoE's attention has a gate_proj: PEFT from 0.19 would make a part of gate_up_proj of it."""
+    config = AutoConfig.for_model(
+        "afmoe",
+        vocab_size=64,
+        hidden_size=32,
+        intermediate_size=48,
+        moe_intermediate_size=28,
+        num_hidden_layers=3,
+        num_dense_layers=1,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=8,
+        num_experts=4,
+        num_local_experts=4,
+        num_experts_per_tok=2,
+        num_shared_experts=1,
+        layer_types=["full_attention"] * 3,
+    )
+    found = AutoModelForCausalLM.from_config(config)
+    assert "gate_proj" in dict(found.model.layers[0].self_attn.named_children())
+    assert model.attention_targets(found) == ["k_proj", "o_proj", "q_proj", "v_proj"]
+    adapted = model.add_adapter(found, 2, 4.0, 0)
+    assert model.trained_parameters(adapted).layers == 2
+
+
+def test_what_peft_refuses_is_said(monkeypatch):
+    monkeypatch.setattr(model, "attention_targets", lambda found: ["w1", "q_proj"])
+    with pytest.raises(FinetuneError, match="PEFT refuses LoRA on this mixtral model: "):
+        model.add_adapter(make("mixtral", torch.float32), 2, 4.0, 0)

@@ -12,13 +12,13 @@ import pytest
 import torch
 from transformers.modeling_outputs import CausalLMOutput
 
-from amx_sft_moe.finetune import adapter, comparison, hook, model, report, tables
+from amx_sft_moe.finetune import adapter, comparison, hook, model, report, stages, tables
 from amx_sft_moe.finetune import clock as clock_module
 from amx_sft_moe.finetune.clock import ExpertClock
 from amx_sft_moe.finetune.comparison import Lane
 from amx_sft_moe.finetune.errors import DivergedError, FinetuneError
 from amx_sft_moe.finetune.options import Options, parse
-from amx_sft_moe.finetune.packing import Encoded, pack
+from amx_sft_moe.finetune.packing import Encoded, pack, require_any
 from amx_sft_moe.finetune.results import write_metrics, write_text
 from amx_sft_moe.finetune.training import train
 
@@ -410,3 +410,30 @@ def test_durations_and_milliseconds():
     assert tables.duration(187) == "3 min 07 s"
     assert tables.milliseconds(1.2345) == "1,234"
     assert tables.milliseconds(0.01234) == "12.3"
+
+
+@pytest.mark.parametrize(("dense", "copies"), [("bfloat16", 1), ("float32", 2)])
+def test_memory_of_the_model_that_is_read_back(dense, copies, monkeypatch, tmp_path):
+    """Stock PEFT has it whole in the dtype of the rest."""
+    asked = []
+    monkeypatch.setattr(model, "room_for_copies", lambda of, count=1: asked.append(count))
+    wanted = Options(dtype="bfloat16", dense_dtype=dense, output=tmp_path)
+    said = SimpleNamespace(fact=lambda *words: asked.append(words[1]))
+    saved = SimpleNamespace(loss=1.0, bytes=0)
+    stages.read_back(wanted, None, SimpleNamespace(model=None), None, tmp_path, saved, said)
+    assert asked[0] == copies
+    assert "memory is short for a second model" in asked[1]
+
+
+def test_a_run_whose_held_out_examples_are_too_long_says_so():
+    with pytest.raises(FinetuneError, match="no held-out example, of 1, has a token to predict within 256"):
+        require_any([], 256, "held-out example, of 1,")
+
+
+def test_quick_says_what_it_takes_of_the_users_examples(tmp_path, capsys):
+    lines = [json.dumps({"prompt": f"{n}?", "completion": f"{n}!"}) for n in range(250)]
+    (tmp_path / "pairs.jsonl").write_text("\n".join(lines))
+    said = []
+    wanted = parse(["--quick", "--model", "x", "--data", str(tmp_path / "pairs.jsonl")])
+    stages.read_text(wanted, SimpleNamespace(fact=lambda *words: said.append(words)))
+    assert said[-1][1].endswith("held out: pairs.jsonl (200 of 250, as --quick takes them)")

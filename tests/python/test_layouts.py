@@ -230,3 +230,28 @@ def test_a_call_that_falls_back_lays_nothing_out() -> None:
     with pytest.raises(TypeError):  # from the default implementation, which needs the bias, too
         experts_of(model)(x, ids, weights)
     assert experts_of(model).gate_up_proj.is_contiguous()
+
+
+@pytest.mark.parametrize("also", [held, shared, part_of_more])
+def test_weights_that_train_in_memory_of_others_are_left_to_transformers(
+    also: Callable[[nn.Parameter, Path], Tensor], tmp_path: Path, calls: list[Tensor]
+) -> None:
+    """Who holds that memory may be who updates it, as FSDP2 and flat buffers do."""
+    model = gpt_oss()
+    weight = experts_of(model).gate_up_proj
+    other = also(weight, tmp_path)
+    weight.requires_grad_()
+    first = model(**token_batch()).loss
+    first.backward()
+    assert weight.grad.any()
+    with torch.no_grad():
+        other.sub_(0.5)
+    second = model(**token_batch()).loss
+    assert first != second
+    eager = gpt_oss("eager")
+    with torch.no_grad():
+        experts_of(eager).gate_up_proj.sub_(0.5)
+    torch.testing.assert_close(second, eager(**token_batch()).loss, check_stride=False)
+    assert not calls
+    assert weight.is_contiguous()
+    assert experts_of(model).down_proj.is_contiguous()

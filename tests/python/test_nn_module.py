@@ -40,7 +40,9 @@ def module(layer: Layer, **options: Any) -> SftMoeExperts:
 
 def test_another_default_device() -> None:
     layer = make_layer(SIZES, dtype=torch.float32)
-    experts = module(layer)
+    with torch.device("meta"):
+        experts = module(layer)
+    assert {parameter.device.type for parameter in experts.parameters()} == {"cpu"}
     x = layer.x.clone().requires_grad_()
     with torch.device("meta"):
         experts(x, layer.expert_ids, layer.routing_weights).backward(layer.grad_y)

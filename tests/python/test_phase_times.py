@@ -273,6 +273,9 @@ def test_the_trainers_logs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
         assert inside < groups <= 2 * inside
         assert entry["amx_sft_moe/D3_gemm_ms"] > 0
         assert entry["amx_sft_moe/D2_quantize_ms"] == 0
+    of_evaluations = [entry for entry in reporter.logs if "eval_loss" in entry]
+    assert len(of_evaluations) == 4
+    assert not any(name.startswith("amx_sft_moe") for entry in of_evaluations for name in entry)
     assert (
         next(entry for entry in job.state.log_history if "loss" in entry).items()
         >= {name: value for name, value in logs[0].items() if name.startswith("amx_sft_moe/")}.items()

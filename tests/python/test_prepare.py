@@ -412,7 +412,12 @@ def test_gradient_checkpointing_keeps_one_layer() -> None:
     model.base_model.model.gradient_checkpointing_enable()
     found = memory(prepare(model))
     assert found[name] == plain[name] // LAYERS
-    assert found["inputs of the checkpointed layers"] >= LAYERS * 2048 * H * 4
+    assert found["inputs of the checkpointed layers"] == LAYERS * 2048 * H * 4
+    for layer in model.base_model.model.model.layers[1:]:  # as every_n_layers=LAYERS does
+        layer.gradient_checkpointing = False
+    found = memory(prepare(model))
+    assert found[name] == plain[name]
+    assert found["inputs of the checkpointed layers"] == 2048 * H * 4
 
 
 class Own(nn.Module):

@@ -176,13 +176,21 @@ class BaseModel:
         """Last parts of names (``gate_proj`` ...) that stock PEFT takes for those of routed experts when they
         stand in ``target_modules``; empty for models where it does not (it knows them by a list)."""
         names = {found[0].rpartition(".")[2] for found in self.names_on_disk.values()}
+        return frozenset(names) if self.parameters_found_by_peft(sorted(names), None) else frozenset()
+
+    def parameters_found_by_peft(self, modules: Any, parameters: Any) -> frozenset[str]:
+        """``target_parameters`` as PEFT has them once it has made those of ``target_modules`` that name experts
+        of old into parameters; none where it refuses these targets."""
+        trial = LoraConfig(target_modules=modules, target_parameters=parameters)
         try:
             from peft.utils.transformers_weight_conversion import convert_peft_config_for_transformers
+
+            convert_peft_config_for_transformers(trial, self.model, None)
         except ImportError:  # before 0.19
+            pass
+        except ValueError:  # gate_proj without up_proj
             return frozenset()
-        trial = LoraConfig(target_modules=sorted(names))
-        convert_peft_config_for_transformers(trial, self.model, None)
-        return frozenset(names) if trial.target_parameters else frozenset()
+        return frozenset(trial.target_parameters or ())
 
     @property
     def fused_by_peft(self) -> bool:

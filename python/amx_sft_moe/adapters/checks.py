@@ -19,7 +19,7 @@ from amx_sft_moe.adapters.formats import Files, format_of, fused_the_old_way, pa
 from amx_sft_moe.adapters.inspection import not_finite, others_of, pieces_of
 from amx_sft_moe.adapters.kt_manifest import manifest_problems
 from amx_sft_moe.adapters.ktransformers import missing_key
-from amx_sft_moe.adapters.settings import require_plain_lora
+from amx_sft_moe.adapters.settings import is_meant, require_plain_lora
 from amx_sft_moe.errors import ArgumentError
 
 PEFT, OLD_PEFT, SERVERS, KT = "PEFT from 0.20", "PEFT 0.18", "vLLM, SGLang", "KTransformers"
@@ -170,6 +170,8 @@ def _why_not_peft(config: dict[str, Any], base: BaseModel, adapter: Adapter) -> 
         return f"leaves experts of a {base.model.config.model_type} out: --to peft-fused"
     if config.get("lora_dropout"):
         return "refuses lora_dropout on fused parameters"
+    if lost := _lost_by_peft(config, base, adapter):
+        return lost
     rank, alpha = config.get("r"), config.get("lora_alpha")
     if not isinstance(rank, int) or not isinstance(alpha, int | float):
         return "expects r and lora_alpha"
@@ -184,6 +186,20 @@ def _why_not_peft(config: dict[str, Any], base: BaseModel, adapter: Adapter) -> 
                     f"takes rank {rank} and scaling {seen:g} for gate and up, {module} has {factors.rank} and "
                     f"{factors.scaling:g}: convert it to per-expert again"
                 )
+    return ""
+
+
+def _lost_by_peft(config: dict[str, Any], base: BaseModel, adapter: Adapter) -> str:
+    """Which part of a per-expert adapter PEFT drops in silence, as its targets are; empty: none."""
+    for name in adapter.linears:
+        if (last := name.rpartition(".")[2]) in base.names_taken_by_peft:
+            return f"takes {last} for an expert's and drops the adapter of {name}"
+    targets = base.parameters_found_by_peft(config.get("target_modules"), config.get("target_parameters"))
+    for module, projections in adapter.experts.items():
+        for name in {"gate_up_proj" if one in GATE_UP else one for one in projections}:
+            parameter = f"{module}.{name}"
+            if not any(is_meant(parameter, target) for target in targets):
+                return f"finds no target for {parameter} and drops its factors: --to per-expert names them"
     return ""
 
 

@@ -81,9 +81,12 @@ def inspect_adapter(directory: str | os.PathLike[str]) -> dict[str, Any]:
     files = read_files(directory)
     pairs, rest = pairs_of(files.tensors)
     kind = format_of(files, pairs)
-    groups: dict[str, _Group] = {}
+    # A shared expert's down_proj is no routed one's.
+    routed: dict[str, _Group] = {}
+    others: dict[str, _Group] = {}
     for piece in pieces_of(files, kind):
-        _count(groups.setdefault(piece.group, _Group(piece.expert is not None)), piece)
+        of_expert = piece.expert is not None
+        _count((routed if of_expert else others).setdefault(piece.group, _Group(of_expert)), piece)
     tensors = [*files.tensors.values(), *(files.kt_tensors or {}).values()]
     unpaired = [name for name, sides in pairs.items() if len(sides) != 2]
     path = Path(directory)
@@ -98,8 +101,8 @@ def inspect_adapter(directory: str | os.PathLike[str]) -> dict[str, Any]:
         "tensors": len(tensors),
         "parameters": sum(tensor.numel() for tensor in tensors),
         "bytes": sum(tensor.numel() * tensor.element_size() for tensor in tensors),
-        "experts": {name: group.summary() for name, group in groups.items() if group.experts},
-        "others": {name: group.summary() for name, group in groups.items() if not group.experts},
+        "experts": {name: group.summary() for name, group in routed.items()},
+        "others": {name: group.summary() for name, group in others.items()},
         "whole_weights": [key for key in rest if "lora_" not in key],
         "not_understood": [*unpaired, *(key for key in rest if "lora_" in key)],
     }
@@ -230,7 +233,7 @@ def as_text(found: dict[str, Any]) -> str:
     ]
     head = f"  {'adapted':<16}{'weights':>8}{'layers':>8}{'experts':>8}{'rank':>8}{'scaling':>10}"
     lines.append(f"{head}{'max |A|':>11}{'max |B|':>11}  remarks")
-    for name, group in {**found["experts"], **found["others"]}.items():
+    for name, group in (*found["experts"].items(), *found["others"].items()):
         remarks = [f"{group['not_finite']} NaN or Inf"] if group["not_finite"] else []
         remarks += [f"B is zero in {group['zero_b']} of {group['weights']}"] if group["zero_b"] else []
         lines.append(

@@ -164,7 +164,7 @@ def name_of_linear(source: dict[str, Any], module: str) -> str:
     """The name with which PEFT looks a linear's settings up: the module's, or its weight's where
     ``target_parameters`` names that."""
     weight = f"{module}.weight"
-    through = any(_matches(weight, target) for target in source.get("target_parameters") or [])
+    through = any(is_meant(weight, target) for target in source.get("target_parameters") or [])
     return weight if through else module
 
 
@@ -186,9 +186,9 @@ def targets_of_linears(source: dict[str, Any], linears: Iterable[str], taken: It
     short = [
         name
         for name in short
-        if name.rpartition(".")[2] not in taken and any(_matches(linear, name) for linear in linears)
+        if name.rpartition(".")[2] not in taken and any(is_meant(linear, name) for linear in linears)
     ]
-    if all(any(_matches(linear, name) for name in short) for linear in linears):
+    if all(any(is_meant(linear, name) for name in short) for linear in linears):
         return short
     return sorted(linears)
 
@@ -199,7 +199,7 @@ def other_targets(source: dict[str, Any], linears: Iterable[str]) -> tuple[list[
     targets = source.get("target_parameters") or []
     other = [target for target in targets if target.rpartition(".")[2] not in PARAMETERS]
     wrapped = [target.rpartition(".")[0] for target in other]
-    return other, [name for name in linears if not any(_matches(name, module) for module in wrapped)]
+    return other, [name for name in linears if not any(is_meant(name, module) for module in wrapped)]
 
 
 def short_name(name: str) -> str:
@@ -207,5 +207,6 @@ def short_name(name: str) -> str:
     return re.sub(r"^.*\.\d+\.", "", name)
 
 
-def _matches(name: str, target: str) -> bool:
+def is_meant(name: str, target: str) -> bool:
+    """Whether PEFT takes ``target``, no regular expression, for the module or parameter ``name``."""
     return name == target or name.endswith(f".{target}")

@@ -12,11 +12,12 @@ from pathlib import Path
 
 import torch
 from peft import PeftModel
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 from transformers import PreTrainedTokenizerBase
 
 from amx_sft_moe.adapters.files import CONFIG, read_json, save_json
-from amx_sft_moe.errors import ArgumentError
+from amx_sft_moe.errors import ArgumentError, cause_of
 
 from . import held_out
 from .errors import FinetuneError
@@ -36,8 +37,12 @@ def save_adapter(model: PeftModel, tokenizer: PreTrainedTokenizerBase, folder: P
     reason = ""
     try:
         save_per_expert(model, folder)
-    except ArgumentError as error:
-        reason = str(error)
+    except (OSError, SafetensorError):
+        raise
+    except Exception as error:  # of a family that nobody tried, too: what was trained has to be kept
+        reason = str(error) if isinstance(error, ArgumentError) else cause_of(error)
+        for file in filter(Path.is_file, folder.iterdir()):
+            file.unlink()
         model.save_pretrained(folder)
         (folder / "README.md").unlink(missing_ok=True)  # an empty form, which would replace the user's own
     config = read_json(folder / CONFIG)

@@ -24,6 +24,7 @@ from transformers import (
     set_seed,
 )
 
+from amx_sft_moe.adapters.base import base_like
 from amx_sft_moe.checkpoints import CheckpointFiles, meta_model, read_config, routed_experts
 from amx_sft_moe.checkpoints import load_model as load_mapped
 from amx_sft_moe.checkpoints.loading import require_all_weights
@@ -210,7 +211,7 @@ def add_adapter(model: PreTrainedModel, rank: int, alpha: float, seed: int) -> P
     """LoRA on the routed experts and on attention, everything else frozen. The factors are fp32.
 
     B starts at zero, so the adapted model starts as the base. Raises FinetuneError if no routed expert is
-    found, for then the run would train something else than was asked for.
+    found, for then the run would train something else than was asked for, and where PEFT refuses the model.
     """
     experts = [path for path, _ in routed_experts(model)]
     if not experts:
@@ -227,7 +228,10 @@ def add_adapter(model: PreTrainedModel, rank: int, alpha: float, seed: int) -> P
         ),
     )
     set_seed(seed)
-    return get_peft_model(model, config)
+    try:
+        return get_peft_model(model, config)
+    except ValueError as error:
+        raise FinetuneError(f"PEFT refuses LoRA on this {model.config.model_type} model: {error}") from error
 
 
 def attention_targets(model: PreTrainedModel) -> list[str]:
@@ -236,7 +240,8 @@ def attention_targets(model: PreTrainedModel) -> list[str]:
 
     Attention is what takes an attention mask within a decoder layer that stands in one list with those of
     routed experts: linear attention, state-space layers and short convolutions too, but no router, no dense or
-    shared MLP and no layer of a vision tower.
+    shared MLP and no layer of a vision tower. Left out is what PEFT would take for experts by its name, as
+    gate_proj of AFMoE's attention.
     """
     of_layers = {_layers_of(path) for path, _ in routed_experts(model)}
     attention: set[str] = set()
@@ -245,6 +250,8 @@ def attention_targets(model: PreTrainedModel) -> list[str]:
         if masked and not list(routed_experts(module)):
             found = (name for name, inner in module.named_modules() if isinstance(inner, torch.nn.Linear))
             attention.update(f"{path}.{name}" for name in found)
+    taken = base_like(model).names_taken_by_peft
+    attention = {path for path in attention if _ends(path)[0] not in taken}
     others = {end for path, _ in model.named_modules() if path not in attention for end in _ends(path)}
     return sorted({next(end for end in _ends(path) if end not in others) for path in attention})
 

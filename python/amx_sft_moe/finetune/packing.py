@@ -159,7 +159,7 @@ def pack(encoded: Sequence[Encoded], sequence_length: int, padding_id: int) -> T
 
     Raises FinetuneError if there are none.
     """
-    require_any(encoded, sequence_length)
+    require_any(encoded, sequence_length, "example")
     return _laid_out(_fill_rows(encoded, sequence_length), sequence_length, padding_id)
 
 
@@ -169,17 +169,17 @@ def one_per_row(encoded: Sequence[Encoded], sequence_length: int, padding_id: in
 
     Raises FinetuneError if there are none.
     """
-    require_any(encoded, sequence_length)
+    require_any(encoded, sequence_length, "example")
     longest = max(len(example.tokens) for example in encoded)
     return _laid_out([[example] for example in encoded], longest, padding_id)
 
 
-def require_any(encoded: Sequence[Encoded], sequence_length: int) -> None:
-    """FinetuneError if there is no example."""
+def require_any(encoded: Sequence[Encoded], sequence_length: int, what: str) -> None:
+    """FinetuneError if there is no example; ``what`` they are."""
     if not encoded:
         raise FinetuneError(
-            f"no example has a token to predict within {sequence_length} tokens; try longer texts, or a larger "
-            "--sequence-length"
+            f"no {what} has a token to predict within {sequence_length} tokens; try prompts that leave room "
+            "for an answer, or a larger --sequence-length"
         )
 
 

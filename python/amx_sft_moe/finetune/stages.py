@@ -105,7 +105,10 @@ def read_text(options: Options, say: Terminal) -> Text:
         prose = corpus.split_documents(_taken(corpus.prose(), options.texts), options.held_out)
         characters = [sum(len(document.text) for document in part) for part in prose]
         say.fact("prose", f"{characters[0]:,} characters for training, {characters[1]:,} held out: {LIBRARY}")
-    split = split_examples(_taken(examples, options.texts), options.held_out)
+    taken = _taken(examples, options.texts)
+    split = split_examples(taken, options.held_out)
+    if len(taken) < len(examples):
+        origin += f" ({len(taken):,} of {len(examples):,}, as --quick takes them)"
     say.fact("examples", f"{len(split[0]):,} for training, {len(split[1]):,} held out: {origin}")
     return Text(prose, split, origin)
 
@@ -150,9 +153,9 @@ def encode_examples(options: Options, text: Text, base: Base, say: Terminal) -> 
     encoded: list[list[Encoded]] = []
     truncated = dropped = 0
     limit = options.sequence_length
-    for part in text.examples:
+    for part, what in zip(text.examples, ("training example", "held-out example"), strict=True):
         found, counts = packing.encode_examples(base.tokenizer, part, limit)
-        packing.require_any(found, limit)
+        packing.require_any(found, limit, f"{what}, of {len(part):,},")
         _require_known(found, base, vocabulary)
         encoded.append(found)
         truncated += counts.truncated

@@ -73,7 +73,11 @@ def in_use(adapters: ActiveAdapters) -> Iterator[None]:
         try:
             yield
         finally:
-            setattr(adapters.module, _TRACED, before)
+            # An attribute that stayed would be a change to the module: dynamo would trace all anew with it.
+            if before:
+                setattr(adapters.module, _TRACED, before)
+            else:
+                delattr(adapters.module, _TRACED)
         return
     # Ctrl-C may come between any two lines: what is taken out if it is there comes out right, a count would
     # stay wrong. And a list is none of the constants that a gate may depend on.

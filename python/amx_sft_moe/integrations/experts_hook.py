@@ -84,7 +84,9 @@ class ExpertsHook:
         # Keyed weakly by the experts module: what it holds dies with the model, and copies make their own.
         # Memory that parameters had lives on in here until the module's next call.
         self._layers: weakref.WeakKeyDictionary[nn.Module, _Layer] = weakref.WeakKeyDictionary()
-        self._in_graphs: weakref.WeakKeyDictionary[nn.Module, _LayerInGraph] = weakref.WeakKeyDictionary()
+        self._in_graphs: weakref.WeakKeyDictionary[nn.Module, dict[tuple[int, int, Layout], _LayerInGraph]] = (
+            weakref.WeakKeyDictionary()
+        )
         self._warned: set[str] = set()
 
     def __call__(
@@ -215,11 +217,12 @@ class ExpertsHook:
     def in_graph(self, module: nn.Module, hidden: int, top_k: int) -> _LayerInGraph:
         """What graphs that call this layer hold; NotUnderstoodError where they cannot."""
         layout = self._layer_for(module, hidden, top_k).layout
-        found = self._in_graphs.get(module)
-        if found is None or (found.shape, found.layout) != ((hidden, top_k), layout):
-            found = _LayerInGraph(self, module, (hidden, top_k), layout)
-            self._in_graphs[module] = found
-        return found
+        # Each as long as the module: a graph that was traced with other routes per token may be called again.
+        of_module = self._in_graphs.setdefault(module, {})
+        key = hidden, top_k, layout
+        if key not in of_module:
+            of_module[key] = _LayerInGraph(self, module, (hidden, top_k), layout)
+        return of_module[key]
 
 
 class _LayerInGraph:

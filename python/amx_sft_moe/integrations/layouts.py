@@ -170,18 +170,29 @@ def lay_out_rows(kind: str, layout: Layout, weights: dict[str, torch.Tensor]) ->
 
     Done in place, one expert's matrix at a time, where the memory is the parameter's alone. Where it is not
     (mapped from a file, shared between processes, seen through other tensors) the parameter gets new memory and
-    the old stays as it is for whoever holds it. A gradient that a parameter has is laid out like it. The state
-    of an optimizer is not to be found from here: torch's fused CPU optimizers apply one that was made with the
-    old layout to other elements than it belongs to (docs/troubleshooting.md).
+    the old stays as it is for whoever holds it: under FSDP2 a layer's experts then stay in memory as a whole. A
+    gradient that a parameter has is laid out like it. The state of an optimizer is not to be found from here:
+    torch's fused CPU optimizers apply one that was made with the old layout to other elements than it belongs
+    to (docs/troubleshooting.md).
 
     Args:
         kind: of module, for the log.
+
+    Raises:
+        NotUnderstoodError: a weight trains in memory that others see, and nothing was touched. They may be who
+            writes its updates (FSDP2, flat buffers), which new memory would never get.
     """
     if not layout.transposed:
         return
+    for name, weight in weights.items():
+        if not _is_by_rows(weight) and weight.requires_grad and _is_seen_by_others(weight):
+            raise NotUnderstoodError(
+                f"expected {name}, which trains and is transposed, in memory of its own, got memory that is "
+                "shared or seen through other tensors"
+            )
     with _laying_out, torch.inference_mode(False), torch.no_grad():
         for name, weight in weights.items():
-            if weight.stride(1) == 1 or weight.shape[1] == 1:
+            if _is_by_rows(weight):
                 continue
             if _is_its_own(weight):
                 how = "in place"
@@ -209,13 +220,23 @@ def _turn_in_place(parameter: torch.Tensor) -> None:
         parameter.data = memory.transpose(1, 2)
 
 
+def _is_by_rows(weight: torch.Tensor) -> bool:
+    """Whether a transposed weight's elements along its second dimension lie side by side."""
+    return weight.stride(1) == 1 or weight.shape[1] == 1
+
+
 def _is_its_own(weight: torch.Tensor) -> bool:
     """Whether nothing else sees the weight's memory and it is ordinary memory of this process."""
-    storage = weight.untyped_storage()
     # Memory that torch did not allocate itself (maps, numpy's, frombuffer) cannot be resized.
-    ordinary = storage.resizable() and not storage.is_shared()
+    ordinary = weight.untyped_storage().resizable()
+    return ordinary and weight.is_contiguous() and not _is_seen_by_others(weight)
+
+
+def _is_seen_by_others(weight: torch.Tensor) -> bool:
+    """Whether other tensors or processes see the weight's memory, or may, since torch does not tell."""
+    storage = weight.untyped_storage()
     uses = getattr(torch._C, "_storage_Use_Count", None)
-    if not ordinary or uses is None or not weight.is_contiguous() or storage.nbytes() != weight.nbytes:
-        return False
+    if storage.is_shared() or uses is None or storage.nbytes() != weight.nbytes:
+        return True
     # One by the tensor and one by the object that is asked here.
-    return uses(storage._cdata) <= 2
+    return bool(uses(storage._cdata) > 2)

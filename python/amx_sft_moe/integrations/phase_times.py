@@ -86,8 +86,10 @@ class PhaseTimesCallback(TrainerCallback):
         logs: dict[str, float] | None = None,
         **kwargs: Any,
     ) -> None:
-        """Adds the means to ``logs``, and to the history that the Trainer keeps."""
-        if logs is None or not self._steps:
+        """Adds the means to ``logs``, and to the history that the Trainer keeps. Not to an evaluation's: those
+        are the metrics that it returns."""
+        of_training = logs is not None and not {"loss", "train_loss"}.isdisjoint(logs)
+        if logs is None or not of_training or not self._steps:
             return
         found = {f"{PREFIX}{name}": value for name, value in self._means().items()}
         logs.update(found)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any, TextIO
 
@@ -133,12 +133,15 @@ def prepare(
     parts = parts_of(model, experts)
     _require_routed(model, experts, parts)
     tokens = batch_size * sequence_length
-    if gradient_checkpointing is None:
-        gradient_checkpointing = any(getattr(m, "gradient_checkpointing", False) for m in model.modules())
-    layers = _shapes(model, experts, top_k)
+    shapes = _shapes(model, experts, top_k)
+    layers = [shape for _, shape in shapes]
+    flagged = set(_run_again(model))
+    again = [
+        one.module in flagged if gradient_checkpointing is None else gradient_checkpointing for one, _ in shapes
+    ]
     memory = [
         *_state(model, parts, optimizer),
-        *_activations(model, layers, tokens, gradient_checkpointing),
+        *_activations(model, layers, tokens, again),
         *_factors_turned(model, experts),
         *_logits(model, layers, tokens),
         _beside_experts(model, parts, optimizer),
@@ -192,7 +195,7 @@ def _block(name: str) -> str:
 
 def _shapes(
     model: nn.Module, experts: list[RoutedExperts], top_k: int | None
-) -> list[training_memory.LayerShape]:
+) -> list[tuple[RoutedExperts, training_memory.LayerShape]]:
     if top_k is not None:
         as_int("top_k", top_k, 1)
     shapes = []
@@ -205,7 +208,7 @@ def _shapes(
                 )
             shape = training_memory.layer_shape(one.module, one.num_experts, k, lora_ranks(one, model))
             if shape is not None:
-                shapes.append(shape)
+                shapes.append((one, shape))
     return shapes
 
 
@@ -233,8 +236,9 @@ def _state(model: nn.Module, parts: list[Part], optimizer: str | float) -> Itera
 
 
 def _activations(
-    model: nn.Module, layers: list[training_memory.LayerShape], tokens: int, checkpointing: bool
+    model: nn.Module, layers: list[training_memory.LayerShape], tokens: int, again: list[bool]
 ) -> Iterable[MemoryItem]:
+    """``again``: which layers gradient checkpointing runs again in the backward, one at a time."""
     if not layers:
         return
     activation_bytes = _activation_bytes(model)
@@ -243,20 +247,37 @@ def _activations(
         + training_memory.inputs_kept(layer, tokens, activation_bytes)
         for layer in layers
     ]
-    if checkpointing:
-        yield MemoryItem(
-            "saved activations of the experts",
-            max(saved),
-            remark="of one layer: gradient checkpointing runs each again",
-        )
-        blocks = sum(getattr(m, "gradient_checkpointing", False) is True for m in model.modules())
+    kept = [size for size, one in zip(saved, again, strict=True) if not one]
+    at_a_time = max((size for size, one in zip(saved, again, strict=True) if one), default=0)
+    remark = f"{len(kept)} layers"
+    if kept and at_a_time:
+        remark += " and one of those that gradient checkpointing runs again"
+    elif at_a_time:
+        remark = "of one layer: gradient checkpointing runs each again"
+    yield MemoryItem("saved activations of the experts", sum(kept) + at_a_time, remark=remark)
+    if any(again):
         hidden = max(layer.hidden_size for layer in layers)
-        inputs = max(blocks, len(layers)) * tokens * hidden * activation_bytes
+        inputs = max(_blocks_run_again(model), sum(again)) * tokens * hidden * activation_bytes
         yield MemoryItem("inputs of the checkpointed layers", inputs)
-    else:
-        yield MemoryItem("saved activations of the experts", sum(saved), remark=f"{len(saved)} layers")
     scratch = max(training_memory.workspace(layer, tokens) for layer in layers)
     yield MemoryItem("workspace of the experts", scratch, remark="shared by all layers; and some MB a thread")
+
+
+def _run_again(module: nn.Module, flag: bool = False) -> Iterator[nn.Module]:
+    """The modules that gradient checkpointing runs again: with transformers' flag on themselves, or on the
+    innermost around them that has one. Not all blocks of a model need to have it set (``every_n_layers``)."""
+    flag = bool(getattr(module, "gradient_checkpointing", flag))
+    if flag:
+        yield module
+    for child in module.children():
+        yield from _run_again(child, flag)
+
+
+def _blocks_run_again(model: nn.Module) -> int:
+    """How many blocks gradient checkpointing keeps the input of. The model's own flag is of its blocks."""
+    flagged = [(name, m) for name, m in model.named_modules() if hasattr(m, "gradient_checkpointing")]
+    around = {name[:at] for name, _ in flagged for at, letter in enumerate(name) if letter == "."} | {""}
+    return sum(m.gradient_checkpointing is True for name, m in flagged if name not in around)
 
 
 def _factors_turned(model: nn.Module, experts: list[RoutedExperts]) -> Iterable[MemoryItem]:
