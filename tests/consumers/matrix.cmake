@@ -1,5 +1,5 @@
 # The consumers' program by every compiler found and both standards, strict warnings as errors, built and run; once
-# more with kernel onednn where that is given. Says which compilers are absent, and fails where one of those that the
+# more with kernel onednn where that is given, and with libc++ where a clang has it. Says which compilers are absent, and fails where one of those that the
 # README names is and AMX_SFT_MOE_REQUIRE_ALL=1 is in the environment.
 # cmake -DSOURCE=... -DWORK=... [-DONEDNN_INCLUDE=... -DONEDNN_LIBRARY=...] [-DNVTX_INCLUDE=...] -P matrix.cmake
 # AMX_SFT_MOE_OLDEST_NVTX in the environment: the folder of an nvtx3.hpp 1.0, compiled with too.
@@ -9,6 +9,7 @@ set(required g++-12 clang++-16 clang++-19)
 set(options -I ${SOURCE}/include -Wall -Wextra -Wshadow -Wconversion -Wsign-conversion -Werror)
 set(ENV{OMP_WAIT_POLICY} passive)
 file(MAKE_DIRECTORY ${WORK})
+file(WRITE ${WORK}/libcxx.cpp "#include <string>\nint main() { return static_cast<int>(std::string().size()); }\n")
 file(WRITE ${WORK}/openmp.cpp "#include <omp.h>\nint main() { return omp_get_max_threads() < 1; }\n")
 
 # What is compiled: options that differ. Optimised, all of oneDNN's kernels would take minutes.
@@ -41,6 +42,8 @@ else()
   message(STATUS "without the oldest nvtx3.hpp: AMX_SFT_MOE_OLDEST_NVTX names no folder that has it")
 endif()
 
+set(libcxx_options -O0 -stdlib=libc++)
+
 # Sets `result`, `output`.
 macro(execute)
   execute_process(COMMAND ${ARGN} RESULT_VARIABLE result OUTPUT_VARIABLE output ERROR_VARIABLE output)
@@ -48,6 +51,7 @@ endmacro()
 
 set(absent "")
 set(built 0)
+set(with_libcxx 0)
 foreach(compiler IN LISTS compilers)
   unset(path CACHE)
   find_program(path ${compiler})
@@ -63,8 +67,16 @@ foreach(compiler IN LISTS compilers)
     set(openmp "")
     set(remark " (without OpenMP: its runtime is not installed)")
   endif()
+  set(forms_here ${forms})
+  if(compiler MATCHES "clang")
+    execute(${path} -stdlib=libc++ ${WORK}/libcxx.cpp -o ${WORK}/libcxx)
+    if(result EQUAL 0)
+      list(APPEND forms_here libcxx)
+      math(EXPR with_libcxx "${with_libcxx} + 1")
+    endif()
+  endif()
   foreach(standard c++20 c++2b) # c++23, as all of them spell it
-    foreach(form IN LISTS forms)
+    foreach(form IN LISTS forms_here)
       set(what "${compiler} -std=${standard} ${form}${remark}")
       set(program ${WORK}/${compiler}-${standard}-${form})
       execute(${path} -std=${standard} ${options} ${openmp} ${SOURCE}/tests/consumers/main.cpp ${${form}_options}
@@ -99,4 +111,10 @@ endforeach()
 if(missing AND "$ENV{AMX_SFT_MOE_REQUIRE_ALL}")
   list(JOIN missing " " names)
   message(FATAL_ERROR "AMX_SFT_MOE_REQUIRE_ALL: not installed: ${names}")
+endif()
+if(with_libcxx EQUAL 0)
+  message(STATUS "without libc++: no clang has it")
+  if("$ENV{AMX_SFT_MOE_REQUIRE_ALL}")
+    message(FATAL_ERROR "AMX_SFT_MOE_REQUIRE_ALL: no clang with libc++")
+  endif()
 endif()

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 import torch
 from torch import distributed, nn
-from torch.distributed.fsdp import FullyShardedDataParallel
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 
 from families import family_model
@@ -67,3 +68,33 @@ def test_biases_that_are_no_parameters_are_left_to_transformers(
     found = gradients(gpt_oss("amx_sft_moe"), True, reentrant)
     assert not calls
     assert_close(found, gradients(gpt_oss("eager"), True, reentrant), 1e-5)
+
+
+def losses_of_steps(model: nn.Module, sharded: bool) -> list[float]:
+    if sharded:
+        mesh = init_device_mesh("cpu", (1,))
+        for layer in model.model.layers:
+            fully_shard(layer, mesh=mesh)
+        fully_shard(model, mesh=mesh)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    losses = []
+    for _ in range(3):
+        loss = model.train()(**batch(), use_cache=False).loss
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses
+
+
+@pytest.mark.parametrize("make", [base_model, gpt_oss], ids=["qwen3", "gpt_oss"])
+def test_steps_of_the_second_kind(
+    make: Callable[[str], nn.Module], one_process: None, calls: list[torch.Tensor]
+) -> None:
+    """Whose parameters are views of what each layer's call gathers anew; gpt-oss's would be laid out apart from
+    that, and are left to transformers."""
+    found = losses_of_steps(make("amx_sft_moe").requires_grad_(), sharded=True)
+    assert len(calls) == (9 if make is base_model else 0)
+    expected = losses_of_steps(make("eager").requires_grad_(), sharded=False)
+    assert found == pytest.approx(expected, rel=1e-4)
+    assert found[-1] < found[0]
