@@ -187,8 +187,9 @@ matrix: $(VENV)/onednn
 	  $(SUDO) apt-get update -q && $(SUDO) env DEBIAN_FRONTEND=noninteractive apt-get install -y -q \
 	    --no-install-recommends $$(echo $$compiler | sed s/clang++/clang/) || true; \
 	done
-	@[ -e /usr/lib/llvm-16/include/c++/v1 ] || $(SUDO) env DEBIAN_FRONTEND=noninteractive apt-get install -y -q \
-	  --no-install-recommends libc++-16-dev libc++abi-16-dev || true
+	@[ -e /usr/lib/llvm-16/include/c++/v1 ] || { $(SUDO) apt-get update -q && \
+	  $(SUDO) env DEBIAN_FRONTEND=noninteractive apt-get install -y -q --no-install-recommends \
+	    libc++-16-dev libc++abi-16-dev; } || true
 	$(run_labelled_test)
 
 qemu: $(VENV)/tools

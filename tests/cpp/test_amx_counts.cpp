@@ -277,8 +277,7 @@ TEST_P(AmxCounts, FewRows) {
     const std::uint64_t stores = 2 * row_tiles * (whole * turns + rest * b_tiles);
     const std::uint64_t zeros = 2 * row_tiles * (whole + rest);
     const std::uint64_t of_a = row_tiles == 1 ? 2 * turns : products;
-    if (m <= Kernel::Microkernel::FewRows::kRowsOfFloats) {
-      EXPECT_EQ(counted.counts.tdpbf16ps + counted.counts.tilezero + counted.counts.ldtilecfg, 0U) << "floats";
+    if (m <= 2) {  // FewRowsWithoutTiles
       product.expect(counted);
       continue;
     }
@@ -292,6 +291,24 @@ TEST_P(AmxCounts, FewRows) {
     product.expect(counted);
   }
 }
+
+class FewRowsWithoutTiles : public AmxCounts {};
+
+TEST_P(FewRowsWithoutTiles, AreTwo) {
+  const index_t m = GetParam();
+  const index_t n = 83;
+  const TwoTerms product(m, n, 70, 16);
+  Counted counted(m, n);
+  counted.run([&](auto& thread) {
+    gemm::gemm_nn<Kernel>(thread, m, n, product.terms(),
+                          [&](const gemm::Block& block) { counted.take(block); });
+  });
+  EXPECT_EQ(counted.counts.tdpbf16ps == 0, m <= 2);
+  EXPECT_EQ(counted.counts.tileloadd == 0, m <= 2);
+  product.expect(counted);
+}
+
+INSTANTIATE_TEST_SUITE_P(Tokens, FewRowsWithoutTiles, testing::Values(1, 2, 3));
 
 // LoRA's gradient: the contraction is over `m` tokens.
 TEST_P(AmxCounts, GemmTn) {

@@ -165,10 +165,10 @@ TYPED_TEST(GemmColumns, TnIsExact) {
   }
 }
 
-// Several whole strips, one along K and more; several blocks of few tokens.
+// Several whole strips, one along K and more; several blocks of few tokens; one row and two.
 constexpr Extents kSeveralStrips[] = {{13, 129, 200}, {13, 356, 128}, {49, 530, 200}, {13, 1100, 128},
                                       {40, 11, 300},  {17, 16, 513},  {17, 7, 300},   {40, 35, 300},
-                                      {16, 48, 97},   {8, 51, 300}};
+                                      {16, 48, 97},   {8, 51, 300},   {1, 129, 200},  {2, 35, 300}};
 
 // B's rows as an index has them, here from the last to the first: an expert's tokens.
 TYPED_TEST(GemmColumns, RowsOfBMayBeGathered) {

@@ -259,7 +259,9 @@ def test_what_peft_drops_is_told(per_expert: Path, tmp_path: Path) -> None:
     assert not loads
     assert reason.startswith("finds no target for model.layers.0.mlp.experts.down_proj")
     write_config(per_expert, target_modules=[name for name in names if name != "up_proj"])
-    assert not loads_in_peft(per_expert, "qwen3")[0]
+    assert "targets: PEFT refuses them: ValueError: Cannot convert" in loads_in_peft(per_expert, "qwen3")[1]
+    write_config(per_expert, target_modules="(")
+    assert "targets: PEFT refuses them" in loads_in_peft(per_expert, "qwen3")[1]
 
     # A base whose names PEFT does not take for those of experts.
     save_per_expert(trained("qwen2"), tmp_path / "saved")

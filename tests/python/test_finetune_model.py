@@ -8,6 +8,8 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from amx_sft_moe.adapters.base import BaseModel
+from amx_sft_moe.errors import ArgumentError
 from amx_sft_moe.finetune import model
 from amx_sft_moe.finetune.errors import FinetuneError
 from amx_sft_moe.finetune.tokenizer import train_tokenizer
@@ -95,3 +97,11 @@ def test_what_peft_refuses_is_said(monkeypatch):
     monkeypatch.setattr(model, "attention_targets", lambda found: ["w1", "q_proj"])
     with pytest.raises(FinetuneError, match="PEFT refuses LoRA on this mixtral model: "):
         model.add_adapter(make("mixtral", torch.float32), 2, 4.0, 0)
+
+
+def test_a_family_whose_files_cannot_be_taken_apart_trains(monkeypatch):
+    def unknown(self, key):
+        raise ArgumentError("a conversion that nobody knows")
+
+    monkeypatch.setattr(BaseModel, "place_of", unknown)
+    assert model.attention_targets(make("mixtral", torch.float32)) == ["k_proj", "o_proj", "q_proj", "v_proj"]

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import copy
 import logging
+import threading
+import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -255,3 +258,49 @@ def test_weights_that_train_in_memory_of_others_are_left_to_transformers(
     assert not calls
     assert weight.is_contiguous()
     assert experts_of(model).down_proj.is_contiguous()
+
+
+def test_what_was_left_to_transformers_once_stays_there(calls: list[Tensor]) -> None:
+    """The optimizer has made its state by then, in the strides of before."""
+    losses = []
+    for implementation in (OURS, "eager"):
+        model = gpt_oss(implementation)
+        weights = [getattr(experts_of(model), name).requires_grad_() for name in NAMES]
+        optimizer = torch.optim.AdamW(weights, lr=0.1, fused=True)
+        held = model.state_dict()
+        for _ in range(3):
+            loss = model(**token_batch()).loss
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            held.clear()
+        losses.append(loss.item())
+    assert losses[0] == pytest.approx(losses[1], rel=1e-4)
+    assert not calls
+
+
+def test_a_second_thread_waits_for_the_layout(monkeypatch: pytest.MonkeyPatch, calls: list[Tensor]) -> None:
+    """Experts that are turned are seen through other tensors meanwhile."""
+    model = gpt_oss().requires_grad_()
+    expected = logits(gpt_oss("eager"))
+    half_way, go_on = threading.Event(), threading.Event()
+    turn = layouts._turn_in_place
+
+    def slowly(weight: Tensor) -> None:
+        alias = weight.data
+        half_way.set()
+        assert go_on.wait(30)
+        del alias
+        turn(weight)
+
+    monkeypatch.setattr(layouts, "_turn_in_place", slowly)
+    with ThreadPoolExecutor(2) as pool:
+        first = pool.submit(logits, model)
+        assert half_way.wait(30)
+        second = pool.submit(logits, model)
+        time.sleep(0.3)
+        assert not second.done()
+        go_on.set()
+        for found in (first.result(), second.result()):
+            torch.testing.assert_close(found, expected)
+    assert len(calls) == 2

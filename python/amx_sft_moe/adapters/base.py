@@ -11,6 +11,7 @@ from __future__ import annotations
 import copy
 import logging
 import os
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -178,18 +179,22 @@ class BaseModel:
         names = {found[0].rpartition(".")[2] for found in self.names_on_disk.values()}
         return frozenset(names) if self.parameters_found_by_peft(sorted(names), None) else frozenset()
 
-    def parameters_found_by_peft(self, modules: Any, parameters: Any) -> frozenset[str]:
+    def parameters_found_by_peft(self, modules: Any, parameters: Any) -> frozenset[str] | None:
         """``target_parameters`` as PEFT has them once it has made those of ``target_modules`` that name experts
-        of old into parameters; none where it refuses these targets."""
-        trial = LoraConfig(target_modules=modules, target_parameters=parameters)
+        of old into parameters; ``None``: the PEFT installed here, before 0.19, does not do that.
+
+        Raises:
+            ArgumentError: PEFT refuses these targets.
+        """
         try:
             from peft.utils.transformers_weight_conversion import convert_peft_config_for_transformers
-
+        except ImportError:
+            return None
+        try:
+            trial = LoraConfig(target_modules=modules, target_parameters=parameters)
             convert_peft_config_for_transformers(trial, self.model, None)
-        except ImportError:  # before 0.19
-            pass
-        except ValueError:  # gate_proj without up_proj
-            return frozenset()
+        except (ValueError, re.error, RecursionError) as error:  # gate_proj without up_proj, no expression
+            raise ArgumentError(f"targets: PEFT refuses them: {cause_of(error)}") from error
         return frozenset(trial.target_parameters or ())
 
     @property

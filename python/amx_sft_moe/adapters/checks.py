@@ -190,11 +190,17 @@ def _why_not_peft(config: dict[str, Any], base: BaseModel, adapter: Adapter) -> 
 
 
 def _lost_by_peft(config: dict[str, Any], base: BaseModel, adapter: Adapter) -> str:
-    """Which part of a per-expert adapter PEFT drops in silence, as its targets are; empty: none."""
+    """Whether PEFT, as the targets are, refuses a per-expert adapter, or drops factors of experts or of linears
+    with names of theirs in silence; empty: neither, or the PEFT installed here cannot tell."""
     for name in adapter.linears:
         if (last := name.rpartition(".")[2]) in base.names_taken_by_peft:
             return f"takes {last} for an expert's and drops the adapter of {name}"
-    targets = base.parameters_found_by_peft(config.get("target_modules"), config.get("target_parameters"))
+    try:
+        targets = base.parameters_found_by_peft(config.get("target_modules"), config.get("target_parameters"))
+    except ArgumentError as refused:
+        return str(refused)
+    if targets is None:
+        return ""
     for module, projections in adapter.experts.items():
         for name in {"gate_up_proj" if one in GATE_UP else one for one in projections}:
             parameter = f"{module}.{name}"

@@ -218,17 +218,16 @@ def add_adapter(model: PreTrainedModel, rank: int, alpha: float, seed: int) -> P
         raise FinetuneError(
             f"no routed experts with {' and '.join(EXPERTS)} in this {model.config.model_type} model"
         )
-    config = LoraConfig(
-        task_type="CAUSAL_LM",
-        r=rank,
-        lora_alpha=alpha,
-        target_modules=attention_targets(model),
-        target_parameters=sorted(
-            {f"{'.'.join(name.split('.')[-2:])}.{leaf}" for name in experts for leaf in EXPERTS}
-        ),
-    )
+    parameters = {f"{'.'.join(name.split('.')[-2:])}.{leaf}" for name in experts for leaf in EXPERTS}
     set_seed(seed)
     try:
+        config = LoraConfig(
+            task_type="CAUSAL_LM",
+            r=rank,
+            lora_alpha=alpha,
+            target_modules=attention_targets(model),
+            target_parameters=sorted(parameters),
+        )
         return get_peft_model(model, config)
     except ValueError as error:
         raise FinetuneError(f"PEFT refuses LoRA on this {model.config.model_type} model: {error}") from error
@@ -250,10 +249,17 @@ def attention_targets(model: PreTrainedModel) -> list[str]:
         if masked and not list(routed_experts(module)):
             found = (name for name, inner in module.named_modules() if isinstance(inner, torch.nn.Linear))
             attention.update(f"{path}.{name}" for name in found)
-    taken = base_like(model).names_taken_by_peft
+    taken = _names_taken_by_peft(model)
     attention = {path for path in attention if _ends(path)[0] not in taken}
     others = {end for path, _ in model.named_modules() if path not in attention for end in _ends(path)}
     return sorted({next(end for end in _ends(path) if end not in others) for path in attention})
+
+
+def _names_taken_by_peft(model: PreTrainedModel) -> frozenset[str]:
+    try:
+        return base_like(model).names_taken_by_peft
+    except Exception:  # a family whose files nobody can take apart; what PEFT refuses it says itself
+        return frozenset()
 
 
 def _layers_of(path: str) -> str:

@@ -87,6 +87,8 @@ class ExpertsHook:
         self._in_graphs: weakref.WeakKeyDictionary[nn.Module, dict[tuple[int, int, Layout], _LayerInGraph]] = (
             weakref.WeakKeyDictionary()
         )
+        # Whose memory was not laid out, and is not from then on.
+        self._left: weakref.WeakSet[nn.Module] = weakref.WeakSet()
         self._warned: set[str] = set()
 
     def __call__(
@@ -142,7 +144,11 @@ class ExpertsHook:
             require_biases(module, layout, down.shape)
         if found is None:
             require_weights(layout, gate_up, down, hidden)
-            lay_out_rows(type(module).__name__, layout, weights)
+            try:
+                lay_out_rows(type(module).__name__, layout, weights, left_before=module in self._left)
+            except NotUnderstoodError:
+                self._left.add(module)
+                raise
             made_from = layout, gate.activation, _state_of(weights, top_k)
             with torch.no_grad():  # kept for longer than a graph; trained weights are inputs of each call
                 views = as_operator_takes_them(layout, gate_up, down)

@@ -164,7 +164,9 @@ def as_operator_takes_them(layout: Layout, gate_up: torch.Tensor, down: torch.Te
     return {"gate_proj": gate, "up_proj": up, "down_proj": down}
 
 
-def lay_out_rows(kind: str, layout: Layout, weights: dict[str, torch.Tensor]) -> None:
+def lay_out_rows(
+    kind: str, layout: Layout, weights: dict[str, torch.Tensor], *, left_before: bool = False
+) -> None:
     """Puts the elements of each row side by side in memory where a layout is transposed; values, shapes and
     identity of the parameters stay.
 
@@ -177,6 +179,7 @@ def lay_out_rows(kind: str, layout: Layout, weights: dict[str, torch.Tensor]) ->
 
     Args:
         kind: of module, for the log.
+        left_before: these were refused before. An optimizer may have made its state since.
 
     Raises:
         NotUnderstoodError: a weight trains in memory that others see, and nothing was touched. They may be who
@@ -184,13 +187,15 @@ def lay_out_rows(kind: str, layout: Layout, weights: dict[str, torch.Tensor]) ->
     """
     if not layout.transposed:
         return
-    for name, weight in weights.items():
-        if not _is_by_rows(weight) and weight.requires_grad and _is_seen_by_others(weight):
-            raise NotUnderstoodError(
-                f"expected {name}, which trains and is transposed, in memory of its own, got memory that is "
-                "shared or seen through other tensors"
-            )
     with _laying_out, torch.inference_mode(False), torch.no_grad():
+        for name, weight in weights.items():
+            if _is_by_rows(weight) or not weight.requires_grad:
+                continue
+            if left_before or _is_seen_by_others(weight):
+                raise NotUnderstoodError(
+                    f"expected {name}, which trains and is transposed, in memory of its own at the first call, "
+                    "got memory that is shared or seen through other tensors"
+                )
         for name, weight in weights.items():
             if _is_by_rows(weight):
                 continue

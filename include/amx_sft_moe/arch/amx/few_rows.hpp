@@ -1,4 +1,4 @@
-// gemm_nn with tiles for up to 32 rows of A: B is multiplied as it lies, and nothing of it is packed.
+// gemm_nn for up to 32 rows of A: B is multiplied as it lies, and nothing of it is packed. One row and two have no tiles.
 //
 // TDPBF16PS wants B in pairs along K. A row of B as it lies holds pairs along N instead, (B[k, 2j], B[k, 2j + 1]); with a
 // zero behind each element of A a product has the sums of even columns, with one before it those of odd ones:
