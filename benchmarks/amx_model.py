@@ -42,8 +42,9 @@ SHAPE, THREADS = "deepseek-v3", 60  # of the published profile
 PRODUCT, PRODUCT_LATENCY = 16, 52
 LOAD, LOAD_LATENCY = 8, 45
 STORE, ZERO, CONFIGURE = 16, 1, 200
-# Rows up to which gemm_nn multiplies weights as they lie, with twice the products, and up to which without tiles;
-# where that is: region and kind of task. What arithmetic takes without tiles is left out: it waits for memory.
+# Rows up to which gemm_nn multiplies weights as they lie, with twice the products, and up to which without
+# tiles; where that is: region and kind of task. What arithmetic takes without tiles is left out: it waits for
+# memory.
 FEW_ROWS, ROWS_OF_FLOATS = 32, 2
 GEMM_NN = {("scatter", 0), ("grad_down", 0), ("grad_activation", 0), ("grad_gate_up", 0)}
 # The core on which vector work was measured, a Xeon with AMX: its peak of fp32 FMA is 240 GFLOP/s, 64 a cycle.
