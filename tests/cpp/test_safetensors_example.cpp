@@ -5,6 +5,7 @@
 #include <fstream>
 
 #include "environment.hpp"
+#include "mmap_safetensors/experts_of_layer.hpp"
 #include "mmap_safetensors/safetensors.hpp"
 
 namespace mmap_safetensors {
@@ -128,6 +129,20 @@ TEST_F(SafetensorsFileTest, ElementsOfAnotherTypeShapeOrAlignment) {
   EXPECT_THROW(file.elements<float>("a", "F32", {2, 1}), Error);
   EXPECT_THROW(file.elements<float>("a", "F32", {1, 2}), Error);  // 7 bytes off
   EXPECT_EQ(*file.elements<char>("a", "F32", {1, 2}), '1');
+}
+
+// As products of the others would be beyond any number.
+TEST_F(SafetensorsFileTest, NoExpertsOfEndlessSize) {
+  const std::string header = R"({")" + LayerNames(0).gate_up() +
+                             R"(":{"dtype":"F32","shape":[0,8589934592,8589934592],"data_offsets":[0,0]}})";
+  write(header.size(), header);
+  const SafetensorsFile file(path_);
+  try {
+    shape_of_layer(file, 0);
+    ADD_FAILURE() << "taken";
+  } catch (const Error& error) {
+    EXPECT_NE(std::string(error.what()).find("expected no dimension of 0"), std::string::npos) << error.what();
+  }
 }
 
 }  // namespace

@@ -4,6 +4,7 @@
 
 #include <regex>
 #include <string>
+#include <utility>
 
 #include "environment.hpp"
 #include "step.hpp"
@@ -91,7 +92,7 @@ TEST(TimerOutput, RefusesWhatItCannotDo) {
   const Variable form("AMX_SFT_MOE_TIMER", "xml");
   EXPECT_EQ(message(), "AMX_SFT_MOE_TIMER: expected text or json, got xml");
   const Variable good("AMX_SFT_MOE_TIMER", "text");
-  for (const char* limit : {"0", "-1", "many", "3x", "nan", "1e30"}) {
+  for (const char* limit : {"0", "-1", "many", "3x", "nan", "1e30", "1e400", "1e"}) {
     const Variable wrong("AMX_SFT_MOE_TRACE_LIMIT", limit);
     EXPECT_EQ(message(), std::string("AMX_SFT_MOE_TRACE_LIMIT: expected a number of MB above 0, got ") + limit);
   }
@@ -115,6 +116,15 @@ TEST(TimerOutput, RefusesWhatItCannotDo) {
   }
   const Variable file("AMX_SFT_MOE_TIMER_FILE", testing::TempDir() + "no/such/folder/file");
   EXPECT_NE(message().find("AMX_SFT_MOE_TIMER_FILE: expected a file to append to, got "), std::string::npos);
+}
+
+TEST(TimerOutput, RecordsThatWereMovedFromHaveNoRegions) {
+  amx_sft_moe::StepRecord record;
+  record.add_region(amx_sft_moe::PhaseGroup::kForwardDown, 1, 1);
+  const amx_sft_moe::StepRecord taken = std::move(record);
+  EXPECT_EQ(taken.regions().size(), 1U);
+  EXPECT_EQ(record.regions().size(), 0U);  // NOLINT(bugprone-use-after-move)
+  EXPECT_EQ(record.times().ms, amx_sft_moe::PhaseTimes{}.ms);
 }
 
 TEST(TimerOutput, RefusedArgumentsLeaveNoFiles) {
