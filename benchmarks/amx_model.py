@@ -42,11 +42,8 @@ SHAPE, THREADS = "deepseek-v3", 60  # of the published profile
 PRODUCT, PRODUCT_LATENCY = 16, 52
 LOAD, LOAD_LATENCY = 8, 45
 STORE, ZERO, CONFIGURE = 16, 1, 200
-# Rows up to which gemm_nn multiplies weights as they lie, with twice the products, and up to which without
-# tiles; where that is: region and kind of task. What arithmetic takes without tiles is left out: it waits for
-# memory.
-FEW_ROWS, ROWS_OF_FLOATS = 32, 2
-GEMM_NN = {("scatter", 0), ("grad_down", 0), ("grad_activation", 0), ("grad_gate_up", 0)}
+# Rows up to which gemm_nn multiplies weights as they lie, with twice the products.
+FEW_ROWS = 32
 # The core on which vector work was measured, a Xeon with AMX: its peak of fp32 FMA is 240 GFLOP/s, 64 a cycle.
 MEASURED_GHZ = 3.75
 
@@ -92,8 +89,6 @@ def products_of(tasks: TaskList, region: str, task: Task) -> float:
     if region in tasklist.TOKEN_REGIONS or task.expert_rows == 0:
         return 0.0
     depth = (task.expert_rows + 31) // 32
-    if m <= ROWS_OF_FLOATS and (region, task.kind) in GEMM_NN:
-        return 0.0
     # Of gemm_nn: LoRA's K of 16 fills half a step of packed rows, and a whole one of rows as they lie.
     twice = 2 if m <= FEW_ROWS else 1
     k_steps = {

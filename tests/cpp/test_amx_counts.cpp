@@ -5,8 +5,7 @@
 //   accumulators     each stored once and never loaded, but where gemm_nn packs B in parts: once a part
 //   configurations   at most one per block shape, none inside the loop over K, none for the same shape again
 // and tiles are fitted to the tokens: columns of B and C in gemm_nt, rows of A and C in gemm_nn, K in gemm_tn. gemm_nn of up to
-// 32 rows packs nothing and waits for memory: it takes twice the products, and accumulators pass once a turn (FewRows); of one
-// or two rows it has no tiles.
+// 32 rows packs nothing and waits for memory: it takes twice the products, and accumulators pass once a turn (FewRows).
 #include <gtest/gtest.h>
 
 #include <numeric>
@@ -277,10 +276,6 @@ TEST_P(AmxCounts, FewRows) {
     const std::uint64_t stores = 2 * row_tiles * (whole * turns + rest * b_tiles);
     const std::uint64_t zeros = 2 * row_tiles * (whole + rest);
     const std::uint64_t of_a = row_tiles == 1 ? 2 * turns : products;
-    if (m <= 2) {  // FewRowsWithoutTiles
-      product.expect(counted);
-      continue;
-    }
     EXPECT_EQ(counted.counts.tdpbf16ps, products);
     EXPECT_EQ(counted.counts.tilezero, zeros) << "the first turn's";
     EXPECT_EQ(counted.counts.tilestored, stores);
@@ -291,24 +286,6 @@ TEST_P(AmxCounts, FewRows) {
     product.expect(counted);
   }
 }
-
-class FewRowsWithoutTiles : public AmxCounts {};
-
-TEST_P(FewRowsWithoutTiles, AreTwo) {
-  const index_t m = GetParam();
-  const index_t n = 83;
-  const TwoTerms product(m, n, 70, 16);
-  Counted counted(m, n);
-  counted.run([&](auto& thread) {
-    gemm::gemm_nn<Kernel>(thread, m, n, product.terms(),
-                          [&](const gemm::Block& block) { counted.take(block); });
-  });
-  EXPECT_EQ(counted.counts.tdpbf16ps == 0, m <= 2);
-  EXPECT_EQ(counted.counts.tileloadd == 0, m <= 2);
-  product.expect(counted);
-}
-
-INSTANTIATE_TEST_SUITE_P(Tokens, FewRowsWithoutTiles, testing::Values(1, 2, 3));
 
 // LoRA's gradient: the contraction is over `m` tokens.
 TEST_P(AmxCounts, GemmTn) {

@@ -5,8 +5,7 @@
 // "Streams").
 //
 //   gemm_nt   the rows are outputs: tiles of C are stored as far apart, and C is finished when it is whole; the same bits
-//   gemm_nn   the rows are steps along K, of up to 32 tokens, and are multiplied as they lie (arch/amx/few_rows.hpp); of up to 2
-//             tokens there are no tiles, and rows follow one another
+//   gemm_nn   the rows are steps along K, of up to 32 tokens, and are multiplied as they lie (arch/amx/few_rows.hpp)
 #pragma once
 
 #include <algorithm>
@@ -166,48 +165,25 @@ void product_of_streams(ThreadContext<Kernel>& thread, index_t out, index_t toke
   }
 }
 
-// C [rows, cols] += A [rows, k] x B [k, cols], the term's, as floats: the products are the same, bf16 being exact in fp32.
-template <FewRowsInPlace Kernel>
-void multiply_as_floats(Scratch& scratch, const NnTerm& term, index_t rows, index_t cols,
-                        const arch::SumRows& c) {
-  using FewRows = typename Kernel::Microkernel::FewRows;
-  const auto a = adjacent_rows<Kernel>(scratch.a_rows, term.a, rows, term.k, 1);
-  const auto b = adjacent_rows<Kernel>(scratch.b_rows, term.b, term.k, cols, 1);
-  const index_t stride = spread_row_stride<float>(term.k);
-  float* widened = scratch.b_panels.template as<float>(rows * stride);
-  Kernel::Rows::template stage<float>(a, rows, term.k, term.k, widened, stride);
-  FewRows::OfFloats::multiply_in_place(widened, stride, rows, b, term.k, cols, c);
-}
-
-// The same by tiles; columns of C are left in halves.
-template <FewRowsInPlace Kernel>
-void multiply_as_tiles(ThreadContext<Kernel>& thread, const NnTerm& term, index_t rows, index_t cols,
-                       const arch::SumRows& c) {
-  using FewRows = typename Kernel::Microkernel::FewRows;
-  Scratch& scratch = thread.scratch;
-  auto* room = scratch.b_panels.template as<typename Kernel::Compute>(FewRows::kRoom);
-  const auto a = adjacent_rows<Kernel>(scratch.a_rows, term.a, rows, term.k, 1);
-  const auto b = adjacent_rows<Kernel>(scratch.b_rows, term.b, term.k, cols, 1);
-  FewRows::multiply(thread.session, a, rows, b, term.k, cols, c, room);
-}
-
 // C [rows, cols] = sum over the terms, of few rows: B is multiplied as it lies. C stays in the scratch until all terms are in
 // it; then it is put in order and finished, some columns at a time.
 template <FewRowsInPlace Kernel, std::size_t Terms, class Epilogue>
 void product_of_few_rows(ThreadContext<Kernel>& thread, index_t rows, index_t cols,
                          const std::array<NnTerm, Terms>& terms, Epilogue&& epilogue) {
   using FewRows = typename Kernel::Microkernel::FewRows;
-  const bool floats = rows <= FewRows::kRowsOfFloats;
+  Scratch& scratch = thread.scratch;
   const index_t stride = strips_stride(cols);
-  const arch::SumRows c{thread.scratch.c_blocks.template as<float>(rows * stride), stride, true};
+  const arch::SumRows c{scratch.c_blocks.template as<float>(rows * stride), stride, true};
+  auto* room = scratch.b_panels.template as<typename Kernel::Compute>(FewRows::kRoom);
   sum_terms<NnTerm>(terms, rows, c, [&](const NnTerm& term, const arch::SumRows& sums) {
-    if (floats) return multiply_as_floats<Kernel>(thread.scratch, term, rows, cols, sums);
-    multiply_as_tiles<Kernel>(thread, term, rows, cols, sums);
+    const auto a = adjacent_rows<Kernel>(scratch.a_rows, term.a, rows, term.k, 1);
+    const auto b = adjacent_rows<Kernel>(scratch.b_rows, term.b, term.k, cols, 1);
+    FewRows::multiply(thread.session, a, rows, b, term.k, cols, sums, room);
   });
   for (index_t col = 0; col < cols; col += arch::kFinishedCols) {
     const index_t wide = std::min(arch::kFinishedCols, cols - col);
     const arch::SumRows columns = c.from(0, col);
-    if (!floats) FewRows::in_order(columns, rows, wide);
+    FewRows::in_order(columns, rows, wide);
     epilogue(Block{0, rows, col, wide, columns.data, stride});
   }
 }

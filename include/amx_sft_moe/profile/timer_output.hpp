@@ -6,7 +6,6 @@
 //   AMX_SFT_MOE_TRACE_LIMIT=MB      no file grows beyond this; default 256. An end mark says that it is full
 #pragma once
 
-#include <algorithm>
 #include <cstdlib>
 #include <exception>
 #include <locale>
@@ -110,7 +109,7 @@ class TimerOutput {
     const bool read = digits && in >> megabytes && in.eof();
     if (!read || !(megabytes > 0) || megabytes > kMostMegabytes)
       throw ArgumentError(concat("AMX_SFT_MOE_TRACE_LIMIT: expected a number of MB above 0, got ", text));
-    return std::max<std::int64_t>(static_cast<std::int64_t>(megabytes * kMega), 1);
+    return static_cast<std::int64_t>(megabytes * kMega);
   }
 
   void write_dump() {

@@ -219,7 +219,6 @@ def add_adapter(model: PreTrainedModel, rank: int, alpha: float, seed: int) -> P
             f"no routed experts with {' and '.join(EXPERTS)} in this {model.config.model_type} model"
         )
     parameters = {f"{'.'.join(name.split('.')[-2:])}.{leaf}" for name in experts for leaf in EXPERTS}
-    set_seed(seed)
     try:
         config = LoraConfig(
             task_type="CAUSAL_LM",
@@ -228,6 +227,7 @@ def add_adapter(model: PreTrainedModel, rank: int, alpha: float, seed: int) -> P
             target_modules=attention_targets(model),
             target_parameters=sorted(parameters),
         )
+        set_seed(seed)
         return get_peft_model(model, config)
     except ValueError as error:
         raise FinetuneError(f"PEFT refuses LoRA on this {model.config.model_type} model: {error}") from error

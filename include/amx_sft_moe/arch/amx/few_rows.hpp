@@ -1,4 +1,4 @@
-// gemm_nn for up to 32 rows of A: B is multiplied as it lies, and nothing of it is packed. One row and two have no tiles.
+// gemm_nn with tiles for up to 32 rows of A: B is multiplied as it lies, and nothing of it is packed.
 //
 // TDPBF16PS wants B in pairs along K. A row of B as it lies holds pairs along N instead, (B[k, 2j], B[k, 2j + 1]); with a
 // zero behind each element of A a product has the sums of even columns, with one before it those of odd ones:
@@ -15,7 +15,6 @@
 #pragma once
 
 #include "amx_sft_moe/arch/amx/session.hpp"
-#include "amx_sft_moe/arch/avx512/microkernel_fp32.hpp"
 #include "amx_sft_moe/arch/avx512/vector.hpp"
 #include "amx_sft_moe/arch/blocking.hpp"
 
@@ -25,11 +24,6 @@ namespace arch {
 class AmxFewRows {
  public:
   static constexpr index_t kRows = 2 * amx::kTileRows;  // of A, at most
-
-  // Up to so many rows are multiplied as floats, C in registers: of a tile they would fill an eighth, and weights come faster
-  // (benchmarks/LOG.md, "Two rows without tiles").
-  using OfFloats = Avx512Microkernel;
-  static constexpr index_t kRowsOfFloats = 2;
 
  private:
   static constexpr index_t kSteps = amx::kTileRows;         // along K of a tile of B
