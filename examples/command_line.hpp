@@ -4,6 +4,8 @@
 
 #include <charconv>
 #include <cmath>
+#include <limits>
+#include <locale>
 #include <sstream>
 #include <stdexcept>
 #include <string>
@@ -12,15 +14,29 @@
 
 namespace command_line {
 
+// All of `text`, or why not.
+template <class T>
+std::errc read(const std::string& text, T& value) {
+  if constexpr (std::is_floating_point_v<T>) {  // std::from_chars has them in libc++ since LLVM 20 only
+    std::istringstream in(text);
+    in.imbue(std::locale::classic());
+    const bool begun = static_cast<bool>(in >> std::noskipws >> value);
+    if (begun && in.peek() == std::istringstream::traits_type::eof()) return {};
+    const bool too_large = std::fabs(value) == std::numeric_limits<T>::max();
+    return !begun && too_large ? std::errc::result_out_of_range : std::errc::invalid_argument;
+  } else {
+    const char* const end = text.data() + text.size();
+    const auto [stopped, error] = std::from_chars(text.data(), end, value);
+    return error == std::errc() && stopped != end ? std::errc::invalid_argument : error;
+  }
+}
+
 // Throws std::invalid_argument, naming the option, where `text` is no T of at least `least`.
 template <class T>
 T number(const std::string& option, const std::string& text, T least) {
   T value{};
-  const char* const end = text.data() + text.size();
-  const auto [stopped, error] = std::from_chars(text.data(), end, value);
-  bool good = error == std::errc() && stopped == end && value >= least;
-  if constexpr (std::is_floating_point_v<T>) good = good && std::isfinite(value);
-  if (good) return value;
+  const std::errc error = read(text, value);
+  if (error == std::errc() && value >= least) return value;
   std::ostringstream message;
   message << option << ": expected a " << (std::is_integral_v<T> ? "whole number" : "number") << " of at least "
           << least;

@@ -178,6 +178,23 @@ TEST(Parallel, NoThreadTraps) {
   EXPECT_EQ(after & ~kFlags, before & ~kTraps & ~kFlags) << "the caller's are his again";
 }
 
+// Nor are the flags that it raises, on whichever thread that was.
+TEST(Parallel, TheCallersFlagsAreWhatTheyWere) {
+  constexpr unsigned kInexact = 0x20, kOverflow = 0x08;
+  const unsigned before = _mm_getcsr();
+  for (const int threads : {1, kThreads}) {
+    _mm_setcsr((before & ~kFlags) | kInexact);
+    run_tasks(threads, 100, [](int) {
+      return [](index_t) {
+        volatile float large = 1e38F;
+        large = large * large;
+      };
+    });
+    EXPECT_EQ(_mm_getcsr() & kFlags, kInexact) << threads << " threads; " << kOverflow << " is overflow";
+  }
+  _mm_setcsr(before);
+}
+
 #ifdef _OPENMP
 TEST(DefaultNumThreads, IsTheTeamThatARegionWouldHave) {
   const int before = omp_get_max_threads(), levels = omp_get_max_active_levels();

@@ -2,6 +2,7 @@
 // leaves.
 #include <fcntl.h>
 #include <gtest/gtest.h>
+#include <pthread.h>
 #include <signal.h>
 #include <sys/resource.h>
 #include <sys/stat.h>
@@ -62,14 +63,14 @@ class Pipe : public testing::Test {
 };
 
 TEST_F(Pipe, WithoutAReaderIsNotUsable) {
-  EXPECT_FALSE(file().usable(false));
-  file().append("to nobody\n");
+  EXPECT_FALSE(file().begin(false));
+  EXPECT_FALSE(file().append("to nobody\n"));
   const Variable form("AMX_SFT_MOE_TIMER", "text"), dumps("AMX_SFT_MOE_TIMER_FILE", path_);
   EXPECT_THROW(amx_sft_moe::TimerOutput::from_environment(), amx_sft_moe::ArgumentError);
   come();
   EXPECT_NO_THROW(amx_sft_moe::TimerOutput::from_environment());
-  EXPECT_TRUE(file().usable(false));
-  EXPECT_FALSE(file().usable(true)) << "a trace has a limit, which a pipe cannot keep";
+  EXPECT_TRUE(file().begin(false));
+  EXPECT_FALSE(file().begin(true)) << "a trace has a limit, which a pipe cannot keep";
 }
 
 TEST_F(Pipe, HandsRecordsOver) {
@@ -78,6 +79,27 @@ TEST_F(Pipe, HandsRecordsOver) {
   out.append("one\n");
   out.append("two\n");
   EXPECT_EQ(read_all(), "one\ntwo\n");
+}
+
+// As cat does: it reads until nobody has the pipe open any more.
+TEST_F(Pipe, AReaderWhoReadsToTheEndGetsAllRecords) {
+  std::string got;
+  std::thread reader([&] {
+    const int pipe = open(path_.c_str(), O_RDONLY | O_CLOEXEC);
+    char part[64];
+    for (ssize_t n = 0; (n = read(pipe, part, sizeof part)) > 0;) got.append(part, static_cast<std::size_t>(n));
+    close(pipe);
+  });
+  {
+    BoundedFile out = file();
+    while (!out.begin(false)) std::this_thread::yield();  // until he is there
+    std::this_thread::sleep_for(std::chrono::milliseconds(20));
+    out.append("one\n");
+    std::this_thread::sleep_for(std::chrono::milliseconds(20));
+    EXPECT_TRUE(out.append("two\n"));
+  }
+  reader.join();
+  EXPECT_EQ(got, "one\ntwo\n");
 }
 
 TEST_F(Pipe, AReaderThatIsSlowGetsRecordsWhole) {
@@ -184,11 +206,30 @@ TEST_F(Pipe, StandardErrorWithoutAReaderEndsTheDumpsOnly) {
   EXPECT_GT(got, 0) << "while there was a reader";
 }
 
+// A thread that is cancelled during a dump ends after it, by what it calls next, and not the process.
+TEST(Cancellation, WaitsForTheDump) {
+  const auto path = fresh_file("cancelled");
+  const Variable form("AMX_SFT_MOE_TIMER", "text"), file("AMX_SFT_MOE_TIMER_FILE", path.string());
+  amx_sft_moe::TimerOutput output = amx_sft_moe::TimerOutput::from_environment();
+  amx_sft_moe::StepRecord record;
+  record.begin_ns = 1;
+  bool ended = false;
+  std::thread step([&] {
+    pthread_cancel(pthread_self());
+    output.write(record, {amx_sft_moe::StepKind::kBackward, "", "none", 0});
+    pthread_setcancelstate(PTHREAD_CANCEL_DISABLE, nullptr);  // no std::thread survives it
+    ended = true;
+  });
+  step.join();
+  EXPECT_TRUE(ended);
+  EXPECT_FALSE(contents(path).empty());
+}
+
 // Disks are waited for, and records of files stay whole.
 TEST_F(Pipe, RegularFilesAreOpenedAsBefore) {
   const auto path = fresh_file("no_pipe");
   BoundedFile out(path.string(), 1'000'000, "", "the end\n");
-  EXPECT_TRUE(out.usable(true));
+  EXPECT_TRUE(out.begin(true));
   for (int n = 0; n < 3; ++n) out.append(std::string(kLarge, 'x') + "\n");
   EXPECT_EQ(contents(path).size(), 3 * (kLarge + 1));
 }

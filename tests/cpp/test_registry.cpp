@@ -217,5 +217,32 @@ TEST(RegistryOfKernels, AbsentKernelIsRefusedWithThoseAvailable) {
   if (absent == 0) GTEST_SKIP() << "this CPU has every kernel";
 }
 
+// As AMX's would ask the operating system for its permission, which changes what the process may do afterwards.
+struct CountsQuestions {
+  static constexpr std::string_view kName = "counts_questions";
+  using Weight = bf16;
+  static inline int asked = 0;
+  static std::string refusal() {
+    ++asked;
+    return {};
+  }
+};
+
+TEST(ResolveKernel, AsksNoKernelThatIsNotWanted) {
+  using amx_sft_moe::kernels::KernelList;
+  using List =
+      KernelList<CountsQuestions, amx_sft_moe::kernels::Portable<bf16>, amx_sft_moe::kernels::Portable<float>>;
+  const Variable unset(kVariable, "");
+  EXPECT_EQ(amx_sft_moe::resolve_kernel<List>("portable", DType::kBf16), "portable");
+  EXPECT_EQ(amx_sft_moe::resolve_kernel<List>("auto", DType::kFp32), "portable");
+  {
+    const Variable named(kVariable, "portable");
+    EXPECT_EQ(amx_sft_moe::resolve_kernel<List>("auto", DType::kBf16), "portable");
+  }
+  EXPECT_EQ(CountsQuestions::asked, 0);
+  EXPECT_EQ(amx_sft_moe::resolve_kernel<List>("auto", DType::kBf16), "counts_questions");
+  EXPECT_EQ(CountsQuestions::asked, 1);
+}
+
 }  // namespace
 }  // namespace sft_test

@@ -1,6 +1,8 @@
 // Trace files: what stands in them and how it nests, that several writers share one, and that they end where they
 // have to.
+#include <fcntl.h>
 #include <gtest/gtest.h>
+#include <sys/file.h>
 #include <sys/syscall.h>
 #include <unistd.h>
 
@@ -204,6 +206,25 @@ TEST(BoundedFile, KnowsWhatItCanAppendTo) {
   EXPECT_TRUE(BoundedFile("/dev/null", 10, "", "\n").usable(false));
   EXPECT_FALSE(BoundedFile("/dev/null", 10, "", "\n").usable(true));
   BoundedFile("/dev/null", 10, "", "\n").append("not bounded, not a file");
+}
+
+// What names processes and threads goes with a record, and again with the next where that one was lost.
+TEST(Trace, NamesThreadsOnceTheFileCanBeWritten) {
+  const auto path = fresh_file("names.json");
+  const Variable trace("AMX_SFT_MOE_TRACE", path.string());
+  amx_sft_moe::TimerOutput output = amx_sft_moe::TimerOutput::from_environment();
+  amx_sft_moe::StepRecord record;
+  record.begin_ns = 1;
+  record.threads = 2;
+  const auto write = [&] { output.write(record, {amx_sft_moe::StepKind::kForward, "", "none", 0}); };
+  const int holder = open(path.c_str(), O_RDONLY | O_CLOEXEC);
+  ASSERT_EQ(flock(holder, LOCK_EX), 0);
+  write();
+  EXPECT_EQ(contents(path), "") << "he has the file's lock";
+  close(holder);
+  write();
+  write();
+  EXPECT_EQ(lines_with(contents(path), R"("ph":"M","name":"thread_name")"), 2U);
 }
 
 }  // namespace

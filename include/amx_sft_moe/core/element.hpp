@@ -16,7 +16,8 @@ using index_t = std::int64_t;
 struct bf16 {
   std::uint16_t bits;
 };
-static_assert(sizeof(bf16) == 2 && std::is_trivial_v<bf16>);
+static_assert(sizeof(bf16) == 2 && std::is_trivially_copyable_v<bf16> &&
+              std::is_trivially_default_constructible_v<bf16>);
 
 constexpr float to_float(bf16 value) {
   return std::bit_cast<float>(static_cast<std::uint32_t>(value.bits) << 16);

@@ -26,7 +26,7 @@ struct MatrixView {
 
 // One [rows, cols] matrix per expert: either a base pointer and an expert stride (stacked or fused tensors) or
 // one pointer per expert (tensors from several mapped shards). The array of pointers is not copied: keep it
-// alive.
+// alive, and as it is. Null pointers are looked for when it is set, not in each pass.
 template <class T>
 struct ExpertMatrices {
   T* base = nullptr;

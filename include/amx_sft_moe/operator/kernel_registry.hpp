@@ -118,25 +118,16 @@ inline void list_kernel(std::vector<KernelInfo>& kernels, KernelInfo kernel) {
   kernels.push_back(std::move(kernel));
 }
 
-inline std::string available_names(const std::vector<KernelInfo>& kernels, DType weights) {
-  std::string names;
-  for (const KernelInfo& kernel : kernels) {
-    if (kernel.available && kernel.weights == weights) names += concat(names.empty() ? "" : ", ", kernel.name);
-  }
-  return names;
-}
-
-}  // namespace registry
-
-// All kernels, the best for this CPU first. On Intel fp32 FMA goes before VDPBF16PS, whose peak is half of its there; on
-// AMD VDPBF16PS has twice the peak.
-template <class List = DefaultKernels>
-std::vector<KernelInfo> list_kernels() {
+// Those for which wanted(name, weights), the best for this CPU first; the others are not asked whether they are available.
+// On Intel fp32 FMA goes before VDPBF16PS, whose peak is half of its there; on AMD VDPBF16PS has twice the peak.
+template <class List, class Wanted>
+std::vector<KernelInfo> kernels_that_are(Wanted&& wanted) {
   std::vector<KernelInfo> kernels;
-  List::for_each([&kernels]<class Kernel>() {
+  List::for_each([&]<class Kernel>() {
+    constexpr DType kWeights = kDTypeOf<typename Kernel::Weight>;
+    if (!wanted(Kernel::kName, kWeights)) return;
     std::string why = Kernel::refusal();
-    registry::list_kernel(kernels,
-                          {Kernel::kName, kDTypeOf<typename Kernel::Weight>, why.empty(), std::move(why)});
+    list_kernel(kernels, {Kernel::kName, kWeights, why.empty(), std::move(why)});
   });
   if (!arch::cpu_features().slow_dpbf16) return kernels;
   const auto place_of = [&kernels](std::string_view name) {
@@ -150,8 +141,34 @@ std::vector<KernelInfo> list_kernels() {
   return kernels;
 }
 
+// What there is for these weights, and why `wanted`, a name or "auto", is not.
+template <class List>
+std::string expected_kernels(std::string_view wanted, DType weights) {
+  std::string names, why = wanted == "auto" ? "none is available" : "no such kernel";
+  List::for_each([&]<class Kernel>() {
+    if (wanted == Kernel::kName) why = concat("it does not take ", name_of(weights), " weights");
+  });
+  const auto takes_these = [&](std::string_view, DType of) { return of == weights; };
+  for (const KernelInfo& kernel : kernels_that_are<List>(takes_these)) {
+    if (kernel.available) names += concat(names.empty() ? "" : ", ", kernel.name);
+    if (wanted == kernel.name) why = kernel.why_not;
+  }
+  return concat("expected one of ", names, " (for ", name_of(weights), " weights on this CPU) or auto, got ",
+                wanted, ": ", why);
+}
+
+}  // namespace registry
+
+// All kernels, the best for this CPU first. On a CPU with AMX the process has the permission for its tiles afterwards, as
+// their kernel tells by asking for it (arch/cpu_features.hpp).
+template <class List = DefaultKernels>
+std::vector<KernelInfo> list_kernels() {
+  return registry::kernels_that_are<List>([](std::string_view, DType) { return true; });
+}
+
 // A name of list_kernels(). `kernel` is such a name or "auto": then the environment variable AMX_SFT_MOE_KERNEL
-// where it is set, else the best available. Throws KernelError, which lists what is available.
+// where it is set, else the best available. Throws KernelError, which lists what is available. The permission for AMX's
+// tiles is asked for where "auto" is for bf16 weights, AMX is named, or no kernel for bf16 weights is found.
 template <class List = DefaultKernels>
 std::string resolve_kernel(std::string_view kernel, DType weights) {
   std::string wanted(kernel);
@@ -163,17 +180,13 @@ std::string resolve_kernel(std::string_view kernel, DType weights) {
       source = "AMX_SFT_MOE_KERNEL";
     }
   }
-  const std::vector<KernelInfo> kernels = list_kernels<List>();
-  constexpr std::string_view kUnknown = "no such kernel";
-  std::string why(wanted == "auto" ? "none is available" : kUnknown);
-  for (const KernelInfo& info : kernels) {
-    const bool asked = wanted == "auto" || wanted == info.name;
-    if (asked && info.weights == weights && info.available) return std::string(info.name);
-    if (wanted == info.name && why == kUnknown) why = concat("it does not take ", name_of(weights), " weights");
-    if (wanted == info.name && info.weights == weights && !info.available) why = info.why_not;
+  const auto asked = [&](std::string_view name, DType of) {
+    return of == weights && (wanted == "auto" || wanted == name);
+  };
+  for (const KernelInfo& info : registry::kernels_that_are<List>(asked)) {
+    if (info.available) return std::string(info.name);
   }
-  throw KernelError(concat(source, ": expected one of ", registry::available_names(kernels, weights), " (for ",
-                           name_of(weights), " weights on this CPU) or auto, got ", wanted, ": ", why));
+  throw KernelError(concat(source, ": ", registry::expected_kernels<List>(wanted, weights)));
 }
 
 // An operator for `kernel` (see resolve_kernel) and the type of `weights`. Only kernels for that type are compiled.

@@ -7,6 +7,7 @@
 
 #include <cstdint>
 #include <filesystem>
+#include <memory>
 #include <string>
 #include <string_view>
 #include <system_error>
@@ -24,7 +25,8 @@ AMX_SFT_MOE_NAMESPACE_BEGIN
 // to the limit, and whoever finds the file that large writes no more.
 //
 // The name may be a pipe's or a terminal's too (profile/pipe_writer.hpp): a step never waits for their reader to come,
-// and not for long for one that does not read, or for one who keeps the file's lock.
+// and not for long for one that does not read, or for one who keeps the file's lock. A pipe is open from begin() on as well:
+// most readers (cat) leave when nobody has it open, as would be between two records.
 class BoundedFile {
  public:
   BoundedFile() = default;
@@ -45,28 +47,31 @@ class BoundedFile {
 
   // Whether it can be opened, which a named pipe without a reader cannot; with `regular`, also whether it is a file and
   // not a terminal or a pipe.
-  bool usable(bool regular) const {
+  bool begin(bool regular) {
     const int file = open_file();
     if (file < 0) return false;
+    auto open = std::make_shared<const OpenFile>(file);
     struct stat status {};
-    const bool is_file = ::fstat(file, &status) == 0 && S_ISREG(status.st_mode);
-    ::close(file);
-    return is_file || !regular;
+    const bool known = ::fstat(file, &status) == 0;
+    if (known && S_ISFIFO(status.st_mode) && !regular) kept_open_ = std::move(open);
+    return !regular || (known && S_ISREG(status.st_mode));
   }
 
-  // One write() under the file's lock. A record that cannot be written whole is not written at all, but for the
-  // beginning of one that a pipe's reader does not take, or that met a full disk where files cannot be locked.
-  void append(std::string_view record) {
+  // One write() under the file's lock; whether there was one. A record that cannot be written whole is not written at all, but
+  // for the beginning of one that a pipe's reader does not take, or that met a full disk where files cannot be locked.
+  bool append(std::string_view record) {
     const int file = open_file();
-    if (file < 0) return;
+    if (file < 0) return false;
     const OpenFile open(file);
     const FileLock lock(file, holder_stopped_);
-    if (lock.refused()) return;
     struct stat status {};
-    if (::fstat(file, &status) != 0) return;
-    if (!S_ISREG(status.st_mode)) return pipe_.write(file, record);
+    if (lock.refused() || ::fstat(file, &status) != 0) return false;
+    if (!S_ISREG(status.st_mode)) {
+      pipe_.write(file, record);
+      return true;
+    }
     ::fcntl(file, F_SETFL, O_APPEND);  // a disk is waited for
-    append_to(file, status.st_size, record, lock.held());
+    return append_to(file, status.st_size, record, lock.held());
   }
 
  private:
@@ -82,8 +87,8 @@ class BoundedFile {
     return ::open(path_.c_str(), O_WRONLY | O_CREAT | O_APPEND | O_CLOEXEC | O_NONBLOCK, 0644);
   }
 
-  void append_to(int file, std::int64_t size, std::string_view record, bool locked) const {
-    if (size >= limit_) return;
+  bool append_to(int file, std::int64_t size, std::string_view record, bool locked) const {
+    if (size >= limit_) return false;
     const LastLine last(path_, file, size, record);
     if (locked && last.is_piece() && ::ftruncate(file, last.begin()) == 0) size = last.begin();
     std::string_view head;
@@ -96,17 +101,18 @@ class BoundedFile {
     if (fits) {
       text += record;
     } else {
-      if (left < length(end_)) return;  // the limit was lowered, or is none
+      if (left < length(end_)) return false;  // the limit was lowered, or is none
       text.append(static_cast<std::size_t>(left - length(end_)), ' ').append(end_);
     }
-    write_whole(file, size, text, locked);
+    return write_whole(file, size, text, locked);
   }
-  static void write_whole(int file, std::int64_t size, std::string_view text, bool locked) {
+  static bool write_whole(int file, std::int64_t size, std::string_view text, bool locked) {
     const WriteSignalsHeldBack held_back;
-    if (::write(file, text.data(), text.size()) == length(text)) return;
+    if (::write(file, text.data(), text.size()) == length(text)) return true;
     held_back.forget();
-    if (!locked) return;  // behind `size` may be what another has written since
+    if (!locked) return false;  // behind `size` may be what another has written since
     [[maybe_unused]] const int restored = ::ftruncate(file, size);
+    return false;
   }
   static std::int64_t length(std::string_view text) { return static_cast<std::int64_t>(text.size()); }
 
@@ -114,6 +120,7 @@ class BoundedFile {
   std::int64_t limit_ = 0;
   std::string head_, end_;
   PipeWriter pipe_;
+  std::shared_ptr<const OpenFile> kept_open_;  // of a pipe
   bool holder_stopped_ = false;
 };
 

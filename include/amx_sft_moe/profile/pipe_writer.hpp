@@ -3,6 +3,7 @@
 
 #include <fcntl.h>
 #include <poll.h>
+#include <pthread.h>
 #include <signal.h>
 #include <sys/file.h>
 #include <sys/stat.h>
@@ -47,6 +48,19 @@ class WriteSignalsHeldBack {
 
  private:
   sigset_t ours_, before_;
+};
+
+// While it lives, this thread is not cancelled (pthread_cancel): it would be at a write() or an open(), from which no exception
+// may leave a dump. It is at its next such call.
+class CancellationHeldBack {
+ public:
+  CancellationHeldBack() { pthread_setcancelstate(PTHREAD_CANCEL_DISABLE, &before_); }
+  CancellationHeldBack(const CancellationHeldBack&) = delete;
+  CancellationHeldBack& operator=(const CancellationHeldBack&) = delete;
+  ~CancellationHeldBack() { pthread_setcancelstate(before_, nullptr); }
+
+ private:
+  int before_ = PTHREAD_CANCEL_ENABLE;
 };
 
 // The lock of an open file, among all who open it by name, in whatever thread or process. Who holds it is waited for, for

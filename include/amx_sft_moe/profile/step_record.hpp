@@ -71,7 +71,7 @@ class StepRecord {
   std::int64_t index = -1;  // of this pass among those of its kind on this operator, from 0
   index_t tokens = 0;       // T of the call
   index_t routed_rows = 0;  // S
-  int threads = 0;          // of the team
+  int threads = 0;          // asked for; a team of OpenMP's may have been smaller, see ThreadRecord::begin_ns
   bool wants_spans = false;
   StepWork work;
 

@@ -32,7 +32,7 @@ class TimerOutput {
                                   output.form_ == Form::kJson
                                       ? concat(R"({"format":"amx_sft_moe.end/1",)", why, "}\n")
                                       : concat("[TIMER] ended: the file reached its ", limit, " bytes\n"));
-      if (!output.dumps_.usable(/*regular=*/false))
+      if (!output.dumps_.begin(/*regular=*/false))
         throw ArgumentError(concat("AMX_SFT_MOE_TIMER_FILE: expected a file to append to, got ", path));
     }
     if (const char* path = variable("AMX_SFT_MOE_TRACE"); path != nullptr) {
@@ -40,7 +40,7 @@ class TimerOutput {
           path, limit, "[\n",
           concat(R"({"ph":"i","s":"g","name":"amx_sft_moe trace ended","pid":0,"tid":0,"ts":0,"args":{)", why,
                  "}},\n"));
-      if (!output.trace_.usable(/*regular=*/true))
+      if (!output.trace_.begin(/*regular=*/true))
         throw ArgumentError(concat("AMX_SFT_MOE_TRACE: expected a file to append to, got ", path));
       if (output.trace_.same_as(output.dumps_))
         throw ArgumentError(
@@ -56,10 +56,11 @@ class TimerOutput {
   // that cannot be written, or made, is lost: the step itself has succeeded.
   void write(const StepRecord& record, const StepLabel& label) noexcept {
     if ((form_ == Form::kNone && !trace_.named()) || record.empty()) return;
+    const CancellationHeldBack not_cancelled;
     try {
       write_all(record, label);
     } catch (const std::exception&) {
-      named_threads_ = 0;  // names of threads may be lost with it
+      named_threads_ = 0;  // as where the trace cannot be written
     }
   }
 
@@ -75,7 +76,7 @@ class TimerOutput {
       buffer_.clear();
       append_names(record.threads);
       append_trace(buffer_, record, label, lane_);
-      trace_.append(buffer_);
+      if (!trace_.append(buffer_)) named_threads_ = 0;  // their names are lost with it
     }
   }
 
@@ -113,8 +114,8 @@ class TimerOutput {
   }
 
   void write_dump() {
-    if (dumps_.named()) return dumps_.append(buffer_);
-    standard_error_.write(buffer_);
+    if (!dumps_.named()) return standard_error_.write(buffer_);
+    dumps_.append(buffer_);
   }
 
   // Once for each thread that calls, and again in the child of a fork or when the team has grown.
