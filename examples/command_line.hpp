@@ -18,11 +18,12 @@ namespace command_line {
 template <class T>
 std::errc read(const std::string& text, T& value) {
   if constexpr (std::is_floating_point_v<T>) {  // std::from_chars has them in libc++ since LLVM 20 only
+    if (text.find_first_not_of("0123456789.eE+-") != std::string::npos) return std::errc::invalid_argument;
     std::istringstream in(text);
     in.imbue(std::locale::classic());
     const bool begun = static_cast<bool>(in >> std::noskipws >> value);
     if (begun && in.peek() == std::istringstream::traits_type::eof()) return {};
-    const bool too_large = std::fabs(value) == std::numeric_limits<T>::max();
+    const bool too_large = std::fabs(value) >= std::numeric_limits<T>::max();
     return !begun && too_large ? std::errc::result_out_of_range : std::errc::invalid_argument;
   } else {
     const char* const end = text.data() + text.size();

@@ -1,6 +1,7 @@
 # The consumers' program by every compiler found and both standards, strict warnings as errors, built and run; once
-# more with kernel onednn where that is given, and with libc++ where a clang has it. Says which compilers are absent, and fails where one of those that the
-# README names is and AMX_SFT_MOE_REQUIRE_ALL=1 is in the environment.
+# more with kernel onednn where that is given, and with libc++, the examples too, where a clang has it. Says which
+# compilers are absent, and fails where one of those that the README names is and AMX_SFT_MOE_REQUIRE_ALL=1 is in the
+# environment.
 # cmake -DSOURCE=... -DWORK=... [-DONEDNN_INCLUDE=... -DONEDNN_LIBRARY=...] [-DNVTX_INCLUDE=...] -P matrix.cmake
 # AMX_SFT_MOE_OLDEST_NVTX in the environment: the folder of an nvtx3.hpp 1.0, compiled with too.
 cmake_minimum_required(VERSION 3.24)
@@ -73,6 +74,11 @@ foreach(compiler IN LISTS compilers)
     if(result EQUAL 0)
       list(APPEND forms_here libcxx)
       list(APPEND with_libcxx ${compiler})
+      file(GLOB examples ${SOURCE}/examples/*.cpp)
+      execute(${path} -stdlib=libc++ -std=c++20 ${options} ${openmp} -fsyntax-only ${examples})
+      if(NOT result EQUAL 0)
+        message(FATAL_ERROR "${compiler} with libc++, examples: ${result}\n${output}")
+      endif()
     endif()
   endif()
   foreach(standard c++20 c++2b) # c++23, as all of them spell it
