@@ -26,7 +26,9 @@ def register(
     Base weights, biases and LoRA factors train where they require a gradient. The experts stay in CPU memory
     (:func:`amx_sft_moe.keep_experts_on_cpu`); where the rest of a model is elsewhere, activations move.
     Transposed weights (gpt-oss) are laid out by rows in memory at their first call: shape, values and identity
-    of the parameters stay, their strides change. With ``torch.compile`` a layer is one operator of the graph.
+    of the parameters stay, their strides change. Where they train, run the model once (under
+    ``torch.no_grad()``, if you like) before DistributedDataParallel is put around it and before an optimizer
+    has its state. With ``torch.compile`` a layer is one operator of the graph.
 
     Args:
         name: under which transformers finds it; different names may have different options.

@@ -87,8 +87,8 @@ class ExpertsHook:
         self._in_graphs: weakref.WeakKeyDictionary[nn.Module, dict[tuple[int, int, Layout], _LayerInGraph]] = (
             weakref.WeakKeyDictionary()
         )
-        # Whose memory was not laid out, and is not from then on.
-        self._left: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+        # Whose memory was not laid out, and is not from then on; and why.
+        self._left: weakref.WeakKeyDictionary[nn.Module, str] = weakref.WeakKeyDictionary()
         self._warned: set[str] = set()
 
     def __call__(
@@ -145,9 +145,9 @@ class ExpertsHook:
         if found is None:
             require_weights(layout, gate_up, down, hidden)
             try:
-                lay_out_rows(type(module).__name__, layout, weights, left_before=module in self._left)
-            except NotUnderstoodError:
-                self._left.add(module)
+                lay_out_rows(type(module).__name__, layout, weights, left_before=self._left.get(module))
+            except NotUnderstoodError as reason:
+                self._left[module] = str(reason)
                 raise
             made_from = layout, gate.activation, _state_of(weights, top_k)
             with torch.no_grad():  # kept for longer than a graph; trained weights are inputs of each call

@@ -14,9 +14,11 @@ import threading
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from typing import Any
 
 import torch
-from torch import nn
+from torch import distributed, nn
+from torch.autograd.graph import get_gradient_edge
 
 from amx_sft_moe.integrations.adapters_in_use import NotUnderstoodError, parametrizations_of
 from amx_sft_moe.integrations.mapped_experts import MappedStack, weights_one_by_one
@@ -25,6 +27,7 @@ from amx_sft_moe.layer import ExpertBiases, Weight
 logger = logging.getLogger("amx_sft_moe")
 
 FLOATS = (torch.bfloat16, torch.float32)
+_MARK = "_amx_sft_moe_held"
 # Two threads that meet a new model together: one lays out its memory, the other waits.
 _laying_out = threading.Lock()
 
@@ -165,7 +168,7 @@ def as_operator_takes_them(layout: Layout, gate_up: torch.Tensor, down: torch.Te
 
 
 def lay_out_rows(
-    kind: str, layout: Layout, weights: dict[str, torch.Tensor], *, left_before: bool = False
+    kind: str, layout: Layout, weights: dict[str, torch.Tensor], *, left_before: str | None = None
 ) -> None:
     """Puts the elements of each row side by side in memory where a layout is transposed; values, shapes and
     identity of the parameters stay.
@@ -173,29 +176,27 @@ def lay_out_rows(
     Done in place, one expert's matrix at a time, where the memory is the parameter's alone. Where it is not
     (mapped from a file, shared between processes, seen through other tensors) the parameter gets new memory and
     the old stays as it is for whoever holds it: under FSDP2 a layer's experts then stay in memory as a whole. A
-    gradient that a parameter has is laid out like it. The state of an optimizer is not to be found from here:
-    torch's fused CPU optimizers apply one that was made with the old layout to other elements than it belongs
-    to (docs/troubleshooting.md).
+    gradient that a parameter has is laid out like it, and stays the same tensor. The state of an optimizer is
+    not to be found from here: torch's fused CPU optimizers apply one that was made with the old layout to other
+    elements than it belongs to (docs/troubleshooting.md).
 
     Args:
         kind: of module, for the log.
-        left_before: these were refused before. An optimizer may have made its state since.
+        left_before: why these were refused before; they are again, since an optimizer may have made its state.
 
     Raises:
-        NotUnderstoodError: a weight trains in memory that others see, and nothing was touched. They may be who
-            writes its updates (FSDP2, flat buffers), which new memory would never get.
+        NotUnderstoodError: a weight trains, others count on how it lies, and nothing was touched. Who sees its
+            memory, or its gradient's, may be who writes updates (FSDP2, flat buffers), which new memory would
+            never get; DistributedDataParallel reduces gradients in buckets of the strides of before.
     """
     if not layout.transposed:
         return
     with _laying_out, torch.inference_mode(False), torch.no_grad():
         for name, weight in weights.items():
-            if _is_by_rows(weight) or not weight.requires_grad:
-                continue
-            if left_before or _is_seen_by_others(weight):
-                raise NotUnderstoodError(
-                    f"expected {name}, which trains and is transposed, in memory of its own at the first call, "
-                    "got memory that is shared or seen through other tensors"
-                )
+            if weight.requires_grad and not _is_by_rows(weight):
+                if left_before is not None:
+                    raise NotUnderstoodError(left_before)
+                _require_that_none_counts_on_strides(name, weight)
         for name, weight in weights.items():
             if _is_by_rows(weight):
                 continue
@@ -209,8 +210,26 @@ def lay_out_rows(
                 how = "in new memory, since its own is mapped, shared or seen through other tensors"
                 weight.data = weight.data.transpose(1, 2).contiguous().transpose(1, 2)
             if (grad := weight.grad) is not None:  # fused optimizers go through both as they lie in memory
-                weight.grad = grad.transpose(1, 2).contiguous().transpose(1, 2)
+                grad.data = grad.data.transpose(1, 2).contiguous().transpose(1, 2)
             logger.info("%s: %s %s laid out by rows %s", kind, name, list(weight.shape), how)
+
+
+def _require_that_none_counts_on_strides(name: str, weight: torch.Tensor) -> None:
+    trains = f"{name}, which trains and is transposed,"
+    if _is_seen_by_others(weight):
+        raise NotUnderstoodError(
+            f"expected {trains} in memory of its own at the first call, got memory that is shared or seen "
+            "through other tensors"
+        )
+    if weight.grad is not None and _is_seen_by_others(weight.grad):
+        raise NotUnderstoodError(
+            f"expected the gradient of {trains} in memory of its own at the first call, got memory that is "
+            "shared or seen through other tensors"
+        )
+    if _is_reduced(weight):
+        raise NotUnderstoodError(
+            f"expected a first call with {trains} before DistributedDataParallel around it, got one after that"
+        )
 
 
 @torch.no_grad()
@@ -245,3 +264,22 @@ def _is_seen_by_others(weight: torch.Tensor) -> bool:
         return True
     # One by the tensor and one by the object that is asked here.
     return bool(uses(storage._cdata) > 2)
+
+
+def _is_reduced(weight: torch.Tensor) -> bool:
+    """Whether a reducer waits for the weight's gradient, as that of DistributedDataParallel does.
+
+    It holds the node that accumulates the gradient; that it is there torch tells within its own forward alone.
+    Without anybody who holds it the node is another one each time it is asked for. A graph that is not gone yet
+    holds it too, and counts: which of the two it is cannot be told.
+    """
+    if weight.is_inference() or not (distributed.is_available() and distributed.is_initialized()):
+        return False
+    _notes_of_node(weight)[_MARK] = True
+    return _notes_of_node(weight).pop(_MARK, False)
+
+
+def _notes_of_node(weight: torch.Tensor) -> dict[str, bool]:
+    notes: Any = get_gradient_edge(weight).node.metadata  # a method, to torch's types
+    found: dict[str, bool] = notes
+    return found
