@@ -54,6 +54,8 @@ class _Known:
     seen: tuple[Any, ...]
 
 
+# Where a module keeps its forward and backward hooks.
+_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 # Gates do not change between calls, but attributes may: what was found holds while they are as they were.
 _known: weakref.WeakKeyDictionary[nn.Module, _Known] = weakref.WeakKeyDictionary()
 
@@ -62,8 +64,10 @@ def gate_of(module: nn.Module) -> Gate:
     """The gate of an experts module.
 
     Raises:
-        NotUnderstoodError: it is none that the operator knows.
+        NotUnderstoodError: it is none that the operator knows, or a part of the module that it calls, such as
+            ``act_fn``, has hooks: whoever put them there wants them called, and with the model's values.
     """
+    _require_no_hooks(module)  # in each call and before anything of it is run; it changes nothing that is known
     seen = _what_decides(module)
     known = _known.get(module)
     if known is None or known.seen != seen:
@@ -72,6 +76,24 @@ def gate_of(module: nn.Module) -> Gate:
     if isinstance(known.gate, str):
         raise NotUnderstoodError(known.gate)
     return known.gate
+
+
+def _require_no_hooks(module: nn.Module) -> None:
+    for name, part in module.named_modules():
+        if part is module:
+            continue  # its own are called around the whole, whoever computes it
+        has_hooks = any(map(part.__dict__.get, _HOOKS))
+        if has_hooks or _has_own_forward(part):
+            what = "some" if has_hooks else "a forward of its own"
+            raise NotUnderstoodError(
+                f"expected {name} without hooks, which the operator cannot call, got {what}"
+            )
+
+
+def _has_own_forward(module: nn.Module) -> bool:
+    own = module.__dict__.get("forward")
+    # The package kernels binds the class's own where it has no kernel.
+    return own is not None and getattr(own, "__func__", None) is not type(module).forward
 
 
 def _what_decides(module: nn.Module) -> tuple[Any, ...]:
