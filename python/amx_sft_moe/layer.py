@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch.utils._python_dispatch import _disable_current_modes
 
 from amx_sft_moe import _core
 from amx_sft_moe.arguments import MAX_THREADS, as_int, as_text, parse_activation
@@ -97,9 +98,11 @@ class Scratch:
         memory = self._memory.pop(slot, None)
         if memory is None or memory.numel() < needed:
             del memory  # before there is more of it
-            memory = torch.empty(needed, dtype=torch.float32, device="cpu")
-        if type(memory) is torch.Tensor:  # and not what a mode of torch makes of it, such as FakeTensorMode
-            self._memory[slot] = memory
+            # Modes see what happens in each call alone (selective checkpointing counts operations), and make
+            # nothing of what is kept (FakeTensorMode).
+            with _disable_current_modes():
+                memory = torch.empty(needed, dtype=torch.float32, device="cpu")
+        self._memory[slot] = memory
         return memory.view(dtype)[:count].view(*shape)
 
 

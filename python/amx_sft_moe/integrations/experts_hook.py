@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.utils._python_dispatch import _disable_current_modes
 
 from amx_sft_moe import compiled
 from amx_sft_moe.arguments import as_text
@@ -144,18 +145,30 @@ class ExpertsHook:
             require_biases(module, layout, down.shape)
         if found is None:
             require_weights(layout, gate_up, down, hidden)
-            try:
-                lay_out_rows(type(module).__name__, layout, weights, left_before=self._left.get(module))
-            except NotUnderstoodError as reason:
-                self._left[module] = str(reason)
-                raise
-            made_from = layout, gate.activation, _state_of(weights, top_k)
-            with torch.no_grad():  # kept for longer than a graph; trained weights are inputs of each call
-                views = as_operator_takes_them(layout, gate_up, down)
-            found = _Layer(self._experts(module, views, top_k, gate.activation), layout, made_from)
+            # Selective checkpointing counts operations; the second time there are none of these.
+            with _disable_current_modes():
+                found = self._new_layer(module, layout, weights, top_k, gate.activation)
             if not _is_offloaded(module):
                 self._layers[module] = found
         return found
+
+    def _new_layer(
+        self,
+        module: nn.Module,
+        layout: Layout,
+        weights: dict[str, torch.Tensor],
+        top_k: int,
+        activation: str | Mapping[str, Any],
+    ) -> _Layer:
+        try:
+            lay_out_rows(type(module).__name__, layout, weights, left_before=self._left.get(module))
+        except NotUnderstoodError as reason:
+            self._left[module] = str(reason)
+            raise
+        made_from = layout, activation, _state_of(weights, top_k)
+        with torch.no_grad():  # kept for longer than a graph; trained weights are inputs of each call
+            views = as_operator_takes_them(layout, weights["gate_up_proj"], weights["down_proj"])
+        return _Layer(self._experts(module, views, top_k, activation), layout, made_from)
 
     def _experts(
         self,

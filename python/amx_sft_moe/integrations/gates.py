@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from itertools import product
 from types import MethodType
@@ -120,6 +120,14 @@ def _weakly(code: Any) -> Any:
 
 
 def _recognise(module: nn.Module) -> Gate | str:
+    # In a thread of its own, as torch keeps modes by thread. The caller's (no_grad, inference, autocast, hooks
+    # on saved tensors, dispatch modes, torch.func) change nothing here and see nothing of it: under
+    # checkpointing what is run and saved must not count, since the second time nothing is probed.
+    with ThreadPoolExecutor(1) as without_modes:
+        return without_modes.submit(_matching_or_reason, module).result()
+
+
+def _matching_or_reason(module: nn.Module) -> Gate | str:
     try:
         return _matching(module)
     except NotUnderstoodError as reason:
@@ -168,18 +176,6 @@ def _gpt_oss(limit: float, alpha: float) -> _Formula:
     return formula
 
 
-@contextmanager
-def _own_autograd() -> Iterator[None]:
-    """Autograd that the caller's modes do not see: under checkpointing what is saved here must not count."""
-    with (
-        torch.inference_mode(False),
-        torch.enable_grad(),
-        torch.autocast("cpu", enabled=False),
-        torch.autograd.graph.saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor),
-    ):
-        yield
-
-
 class _Reads(TorchDispatchMode):
     """Notes which of a module's tensors are read, and whether anything random is."""
 
@@ -218,14 +214,13 @@ class _Probe:
         values = torch.tensor(
             [*positive, *(-value for value in positive), 0.0137], dtype=torch.float64, device="cpu"
         )
-        with _own_autograd():
-            self._gate, self._up = (
-                grid.clone().requires_grad_() for grid in torch.meshgrid(values, values, indexing="ij")
-            )
-            pairs = torch.stack((self._gate, self._up), dim=-1 if interleaved else 1).flatten(1)
-            reads = _Reads(module)
-            with reads:
-                self._found = self._with_derivatives(module, pairs)
+        self._gate, self._up = (
+            grid.clone().requires_grad_() for grid in torch.meshgrid(values, values, indexing="ij")
+        )
+        pairs = torch.stack((self._gate, self._up), dim=-1 if interleaved else 1).flatten(1)
+        reads = _Reads(module)
+        with reads:
+            self._found = self._with_derivatives(module, pairs)
         if self._found is not None and reads.found is not None:
             raise NotUnderstoodError(
                 f"expected a gate that depends on its input alone, got one that reads {reads.found}"
@@ -251,8 +246,7 @@ class _Probe:
         """Whether results and derivatives are those of ``formula``."""
         if self._found is None or self._found[0].shape != self._gate.shape:
             return False
-        with _own_autograd():
-            wanted = self._differentiated(formula(self._gate, self._up))
+        wanted = self._differentiated(formula(self._gate, self._up))
         return all(
             bool(((one - other).abs() <= _TOLERANCE * (scale + 10 * other.abs())).all())
             for one, other, scale in zip(self._found, wanted, self._scales, strict=True)
