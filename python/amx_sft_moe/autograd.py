@@ -162,7 +162,7 @@ class _Experts(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad_y: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        _require_no_transform(grad_y)
+        require_no_transform(grad_y)
         of_forward = ctx.saved_tensors  # once: checkpointing lets nobody ask twice
         with torch.no_grad():
             grads = _Experts._gradients(ctx, of_forward, grad_y)
@@ -229,7 +229,7 @@ def _require_kinds(**arguments: tuple[object, type]) -> None:
             raise TypeError(f"{name}: expected {kind.__name__}, got {type(given).__name__}")
 
 
-def _require_no_transform(grad_y: torch.Tensor | None = None) -> None:
+def require_no_transform(grad_y: torch.Tensor | None = None) -> None:
     """Refuses torch.func's transforms and batched gradients, whose tensors have no memory."""
     batched = grad_y is not None and torch._C._functorch.is_legacy_batchedtensor(grad_y)
     if batched or torch._C._are_functorch_transforms_active():
@@ -420,7 +420,7 @@ def sft_moe(
         given = experts.weights if weights is None else weights
         return compiled.sft_moe(compiled.in_graph(experts), *inputs, lora, biases, given)
     _require_no_tracer()
-    _require_no_transform()
+    require_no_transform()
     parameters = (*lora.factors, *biases.tensors(), *experts.inputs(weights))
     _require_no_tangents((x, routing_weights, *parameters))
     if torch.is_grad_enabled() and any(

@@ -17,7 +17,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from amx_sft_moe import compiled
 from amx_sft_moe.arguments import as_text
-from amx_sft_moe.autograd import LoraFactors, sft_moe
+from amx_sft_moe.autograd import LoraFactors, require_no_transform, sft_moe
 from amx_sft_moe.errors import ArgumentError, StateError
 from amx_sft_moe.integrations.adapters_in_use import (
     ActiveAdapters,
@@ -37,9 +37,10 @@ from amx_sft_moe.integrations.layouts import (
     layout_of,
     require_biases,
     require_gated,
+    require_kinds,
     require_weights,
 )
-from amx_sft_moe.integrations.mapped_experts import address_of, is_mapped
+from amx_sft_moe.integrations.mapped_experts import address_of, has_memory, is_mapped
 from amx_sft_moe.layer import ExpertWeights, Weight
 
 try:
@@ -125,16 +126,19 @@ class ExpertsHook:
         self, module: nn.Module, x: torch.Tensor, expert_ids: torch.Tensor, routing_weights: torch.Tensor
     ) -> _Layer:
         """The layer that takes this call; NotUnderstoodError where none can."""
+        _require_memory(hidden_states=x, top_k_index=expert_ids, top_k_weights=routing_weights)
         extents = x.shape[1:], expert_ids.shape[1:], routing_weights.shape[1:]
         _require_inputs(*extents, x.dtype, routing_weights.dtype)
         return self._layer_for(module, x.shape[1], expert_ids.shape[1])
 
     def _layer_for(self, module: nn.Module, hidden: int, top_k: int) -> _Layer:
         require_gated(module)
-        gate = gate_of(module)
-        layout = layout_of(module, gate.interleaved)
         gate_up, down = base_weight(module, "gate_up_proj"), base_weight(module, "down_proj")
         weights = {"gate_up_proj": gate_up, "down_proj": down}
+        require_kinds(weights)
+        gate = gate_of(module)
+        require_no_transform()  # before the memory of weights is asked for and laid out
+        layout = layout_of(module, gate.interleaved)
         made_from = layout, gate.activation, _state_of(weights, top_k)
         found = self._layers.get(module)
         if found is not None and found.made_from != made_from:
@@ -307,6 +311,14 @@ def _is_offloaded(module: nn.Module) -> bool:
     """Whether accelerate has the weights in memory for the length of a call only, from disk or elsewhere."""
     hook = module.__dict__.get("_hf_hook")
     return any(getattr(part, "offload", False) for part in (hook, *getattr(hook, "hooks", ())))
+
+
+def _require_memory(**inputs: torch.Tensor) -> None:
+    if torch._C._are_functorch_transforms_active():
+        return  # they are refused, where the operator would take the layer
+    for name, tensor in inputs.items():
+        if isinstance(tensor, torch.Tensor) and not has_memory(tensor):
+            raise NotUnderstoodError(f"expected {name} as a plain tensor, got {type(tensor).__name__}")
 
 
 def _require_inputs(

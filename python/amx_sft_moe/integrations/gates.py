@@ -21,7 +21,7 @@ from torch.nn import functional
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from amx_sft_moe.integrations.adapters_in_use import NotUnderstoodError
-from amx_sft_moe.integrations.mapped_experts import MappedStack, address_of
+from amx_sft_moe.integrations.mapped_experts import address_of, has_memory
 
 _Formula = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 
@@ -189,7 +189,7 @@ class _Reads(TorchDispatchMode):
         if torch.Tag.nondeterministic_seeded in function.tags:
             self.found = "random numbers"
         read = list(_tensors((args, kwargs)))
-        if any(isinstance(each, MappedStack) or each.data_ptr() in self._addresses for each in read):
+        if any(not has_memory(each) or each.data_ptr() in self._addresses for each in read):
             self.found = "tensors of the module"
         return function(*args, **(kwargs or {}))
 

@@ -81,15 +81,20 @@ def layout_of(module: nn.Module, interleaved: bool) -> Layout:
     )
 
 
-def require_weights(layout: Layout, gate_up: torch.Tensor, down: torch.Tensor, hidden: int) -> None:
-    """Raises NotUnderstoodError where the operator cannot take these weights."""
-    for name, weight in (("gate_up_proj", gate_up), ("down_proj", down)):
+def require_kinds(weights: Mapping[str, torch.Tensor]) -> None:
+    """Raises NotUnderstoodError where the operator cannot take such weights, whatever their layout."""
+    for name, weight in weights.items():
         if type(weight) not in (torch.Tensor, nn.Parameter, MappedStack):
             raise NotUnderstoodError(f"expected {name} as a plain tensor, got {type(weight).__name__}")
         if weight.device.type != "cpu" or weight.dtype not in FLOATS:
             raise NotUnderstoodError(
                 f"expected {name} in bfloat16 or float32 on cpu, got {weight.dtype} on {weight.device}"
             )
+
+
+def require_weights(layout: Layout, gate_up: torch.Tensor, down: torch.Tensor, hidden: int) -> None:
+    """Raises NotUnderstoodError where the operator cannot take these weights."""
+    for name, weight in (("gate_up_proj", gate_up), ("down_proj", down)):
         if weight.dim() != 3 or (not layout.transposed and weight.stride(2) != 1):
             raise NotUnderstoodError(
                 f"expected {name} with 3 dimensions and adjacent elements in the last, got shape "

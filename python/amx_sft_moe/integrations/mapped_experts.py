@@ -208,9 +208,16 @@ def weights_one_by_one(
     return weights
 
 
+def has_memory(tensor: torch.Tensor) -> bool:
+    """Whether the tensor has an address to ask for; a stack, a fake tensor, a sharded one and those within
+    transforms of torch.func have none."""
+    plain = type(tensor).__torch_dispatch__ is torch.Tensor.__torch_dispatch__
+    return plain and not torch._C._functorch.is_functorch_wrapped_tensor(tensor)
+
+
 def address_of(weight: torch.Tensor) -> int:
-    """``data_ptr``, or 0 of a stack, whose memory does not move."""
-    return 0 if isinstance(weight, MappedStack) else weight.data_ptr()
+    """``data_ptr``, or 0 of what has none."""
+    return weight.data_ptr() if has_memory(weight) else 0
 
 
 def is_mapped(module: nn.Module) -> bool:
