@@ -24,6 +24,7 @@ from amx_sft_moe.errors import ArgumentError, cause_of
 from amx_sft_moe.integrations.mapped_experts import (
     MappedStack,
     as_parameter,
+    leave_out_of_data_parallel,
     mapped_bytes,
     refuse_casts,
     refuse_merging,
@@ -113,6 +114,7 @@ def load_model(
     if stacks:
         refuse_merging()
         refuse_casts(model)
+        leave_out_of_data_parallel(model)
         logger.info("%.1f GB of expert weights stay in %s", mapped_bytes(model) / 1e9, directory)
     return model
 

@@ -22,6 +22,7 @@ from amx_sft_moe.errors import ArgumentError, StateError
 
 _aten = torch.ops.aten
 _MARK = "_amx_sft_moe_original"
+_LEFT_OUT = "_ddp_params_and_buffers_to_ignore"  # torch's name
 
 
 class MappedStack(torch.Tensor):
@@ -260,6 +261,21 @@ def refuse_casts(model: nn.Module) -> None:
         return type(self)._apply(self, fn, recurse)
 
     model._apply = types.MethodType(_apply, model)  # type: ignore[method-assign]
+
+
+def leave_out_of_data_parallel(model: nn.Module) -> None:
+    """Has DistributedDataParallel leave the stacks out, which would send them to all processes at its start.
+
+    It asks the module that it is given for their names. PEFT's models answer with what this one says, in which
+    their own names are too: each parameter that is adapted in an experts module puts a wrapper around it.
+    """
+    names = list(getattr(model, _LEFT_OUT, ()))
+    for path, module in model.named_modules():
+        stacks = [leaf for leaf, each in module._parameters.items() if isinstance(each, MappedStack)]
+        wrapped = [f"{path}{'.base_layer' * depth}" for depth in range(len(module._parameters) + 1)]
+        for below in ("", "base_model.model."):
+            names += [f"{below}{each}.{leaf}" for leaf in stacks for each in wrapped]
+    setattr(model, _LEFT_OUT, names)
 
 
 def mapped_bytes(model: nn.Module) -> int:
