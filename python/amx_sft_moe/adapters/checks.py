@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from amx_sft_moe.adapters import ktransformers, per_expert
 from amx_sft_moe.adapters.adapter import FUSED, KTRANSFORMERS, PER_EXPERT, Adapter
 from amx_sft_moe.adapters.base import GATE_UP, BaseModel
 from amx_sft_moe.adapters.conversion import base_for
@@ -18,7 +19,6 @@ from amx_sft_moe.adapters.files import CONFIG, KT_MANIFEST
 from amx_sft_moe.adapters.formats import Files, format_of, fused_the_old_way, pairs_of, read_files, understood
 from amx_sft_moe.adapters.inspection import not_finite, others_of, pieces_of
 from amx_sft_moe.adapters.kt_manifest import manifest_problems
-from amx_sft_moe.adapters.ktransformers import missing_key
 from amx_sft_moe.adapters.settings import is_meant, require_plain_lora
 from amx_sft_moe.errors import ArgumentError
 
@@ -116,36 +116,50 @@ def _base(
 def _loads(
     kind: str | None, files: Files, base: BaseModel, adapter: Adapter, of_manifest: Sequence[str]
 ) -> list[Loads]:
+    """By tool; names only conversions that are not refused."""
+    no_names, no_files = per_expert.refusal(adapter, base), ktransformers.refusal(base)
+    to_kt = f"not --to ktransformers: {no_files}" if no_files else "--to ktransformers"
+    to_servers = f"adapter merge; not --to per-expert: {no_names}" if no_names else "--to per-expert"
     if kind == PER_EXPERT:
         peft = _why_not_peft(files.config, base, adapter)
-        server = _why_not_servers(files.config, adapter)
+        server = _why_not_servers(files.config, adapter, no_names)
         return [
             Loads(PEFT, not peft, peft or "fuses it while loading"),
             Loads(OLD_PEFT, False, "leaves experts out in silence: --to peft-fused --peft-version 0.18"),
             Loads(SERVERS, not server, server or "the format they take"),
-            Loads(KT, False, "--to ktransformers"),
+            Loads(KT, False, to_kt),
         ]
     if kind == FUSED:
-        old = fused_the_old_way(files, base)
-        dropout = "refuses lora_dropout on fused parameters" if files.config.get("lora_dropout") else ""
-        new_reason = dropout or ("has A and B of 0.18: --to peft-fused" if old else "its own format")
-        transposed = all(layout.transposed for layout in base.layouts.values())
-        fits_old = old is not None and (old or transposed)
-        old_reason = "its own format" if fits_old else "--to peft-fused --peft-version 0.18"
         return [
-            Loads(PEFT, old is False and not dropout, new_reason),
-            Loads(OLD_PEFT, fits_old and not dropout, dropout or old_reason),
-            Loads(SERVERS, False, "drop or reject fused experts: --to per-expert"),
-            Loads(KT, False, "--to ktransformers"),
+            *_fused_in_peft(files, base, adapter),
+            Loads(SERVERS, False, f"drop or reject fused experts: {to_servers}"),
+            Loads(KT, False, to_kt),
         ]
     if kind == KTRANSFORMERS:
-        reason = _why_not_kt(files, base, of_manifest)
+        reason = no_files or _why_not_kt(files, base, of_manifest)
+        forms = "peft-fused" if no_names else "peft-fused or per-expert"
+        peft = _drops_linear(base, adapter) or f"ignores the experts' file: --to {forms}"
         return [
-            Loads(PEFT, False, "ignores the experts' file: --to peft-fused or per-expert"),
-            Loads(SERVERS, False, "--to per-expert"),
+            Loads(PEFT, False, peft),
+            Loads(SERVERS, False, to_servers),
             Loads(KT, not reason, reason or "its own format"),
         ]
     return []
+
+
+def _fused_in_peft(files: Files, base: BaseModel, adapter: Adapter) -> list[Loads]:
+    """PEFT's own form in today's PEFT and in 0.18."""
+    old = fused_the_old_way(files, base)
+    dropout = "refuses lora_dropout on fused parameters" if files.config.get("lora_dropout") else ""
+    refused = dropout or _drops_linear(base, adapter)
+    new_reason = refused or ("has A and B of 0.18: --to peft-fused" if old else "its own format")
+    transposed = all(layout.transposed for layout in base.layouts.values())
+    fits_old = old is not None and (old or transposed)
+    old_reason = "its own format" if fits_old else "--to peft-fused --peft-version 0.18"
+    return [
+        Loads(PEFT, old is False and not refused, new_reason),
+        Loads(OLD_PEFT, fits_old and not dropout, dropout or old_reason),
+    ]
 
 
 def _why_not_kt(files: Files, base: BaseModel, of_manifest: Sequence[str]) -> str:
@@ -156,10 +170,7 @@ def _why_not_kt(files: Files, base: BaseModel, of_manifest: Sequence[str]) -> st
         return f"expects {KT_MANIFEST}"
     if of_manifest:
         return of_manifest[0]
-    try:
-        missing = missing_key(tensors, base)
-    except ArgumentError as error:
-        return str(error)
+    missing = ktransformers.missing_key(tensors, base)
     return (
         f"expects all six factors of each layer, {missing} is not there: --to ktransformers" if missing else ""
     )
@@ -192,9 +203,8 @@ def _why_not_peft(config: dict[str, Any], base: BaseModel, adapter: Adapter) -> 
 def _lost_by_peft(config: dict[str, Any], base: BaseModel, adapter: Adapter) -> str:
     """Whether PEFT, as the targets are, refuses a per-expert adapter, or drops factors of experts or of linears
     with names of theirs in silence; empty: neither, or the PEFT installed here cannot tell."""
-    for name in adapter.linears:
-        if (last := name.rpartition(".")[2]) in base.names_taken_by_peft:
-            return f"takes {last} for an expert's and drops the adapter of {name}"
+    if dropped := _drops_linear(base, adapter):
+        return dropped
     try:
         targets = base.parameters_found_by_peft(config.get("target_modules"), config.get("target_parameters"))
     except ArgumentError as refused:
@@ -209,7 +219,15 @@ def _lost_by_peft(config: dict[str, Any], base: BaseModel, adapter: Adapter) -> 
     return ""
 
 
-def _why_not_servers(config: dict[str, Any], adapter: Adapter) -> str:
+def _drops_linear(base: BaseModel, adapter: Adapter) -> str:
+    for name in adapter.linears:
+        if (last := name.rpartition(".")[2]) in base.names_taken_by_peft:
+            return f"takes {last} for an expert's and drops the adapter of {name}"
+    return ""
+
+
+def _why_not_servers(config: dict[str, Any], adapter: Adapter, no_names: str) -> str:
+    """``no_names``: why converting it to per-expert again is refused."""
     if adapter.others:
         return "take no whole weights (modules_to_save, biases)"
     rank, alpha = config.get("r"), config.get("lora_alpha")
@@ -220,9 +238,8 @@ def _why_not_servers(config: dict[str, Any], adapter: Adapter) -> str:
     parts |= {name: linear.scaling for name, linear in adapter.linears.items()}
     for name, scaling in parts.items():
         if not math.isclose(scaling, seen):
-            return (
-                f"those that read only lora_alpha / r take {seen:g} for {name}, which has {scaling:g}: "
-                "--to per-expert --one-scaling"
+            return f"those that read only lora_alpha / r take {seen:g} for {name}, which has {scaling:g}: " + (
+                "adapter merge" if no_names else "--to per-expert --one-scaling"
             )
     return ""
 

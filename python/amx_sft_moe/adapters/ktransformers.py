@@ -113,21 +113,33 @@ def modules_by_layer(base: BaseModel) -> dict[int, str]:
     return found
 
 
+def refusal(base: BaseModel) -> str:
+    """Why there are no files for KTransformers of this base; empty: there are."""
+    try:
+        modules_by_layer(base)
+    except ArgumentError as reason:
+        return str(reason)
+    for module, layout in base.layouts.items():
+        if layout.transposed or layout.interleaved:
+            return (
+                f"{module}: expected experts with gate and up one after the other, [E, out, in], for format "
+                "ktransformers, got transposed or interleaved ones"
+            )
+    return ""
+
+
 def write(
     adapter: Adapter, base: BaseModel, peft_version: str
 ) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor], dict[str, Any], list[str]]:
     """Tensors of the experts' file and of ``adapter_model.safetensors``, the configuration, and what was
     lost (empty: nothing)."""
+    if reason := refusal(base):
+        raise ArgumentError(reason)
     numbers = {module: number for number, module in modules_by_layer(base).items()}
     lost: list[str] = []
     whole = {}
     # Of each layer, adapted or not: KTransformers refuses a file that lacks one.
     for module, layout in base.layouts.items():
-        if layout.transposed or layout.interleaved:
-            raise ArgumentError(
-                f"{module}: expected experts with gate and up one after the other, [E, out, in], for format "
-                "ktransformers, got transposed or interleaved ones"
-            )
         projections = adapter.experts.get(module) or {}
         some = next(iter((projections or next(iter(adapter.experts.values()))).values()))
         whole[module] = {

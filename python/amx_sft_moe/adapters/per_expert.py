@@ -73,6 +73,24 @@ def read(
     return Factors(tuple(a for a, _ in pairs), tuple(b for _, b in pairs), scaling)
 
 
+def refusal(adapter: Adapter, base: BaseModel) -> str:
+    """Why this adapter has no form per expert; empty: it has one."""
+    names = base.names_on_disk
+    for module in adapter.experts:
+        if (module, "down_proj") not in names or (module, "gate_proj") not in names:
+            return (
+                f"{module}: expected a model whose checkpoints hold one tensor per expert, got one that holds "
+                "them fused: there are no names for a per-expert adapter"
+            )
+    for name in adapter.linears:
+        if name.rpartition(".")[2] in base.names_taken_by_peft:
+            return (
+                f"{name}: expected no adapter on other modules named like the experts' in format per-expert, "
+                "got one: loading would take it for theirs"
+            )
+    return ""
+
+
 def write(
     adapter: Adapter, base: BaseModel, peft_version: str, one_scaling: bool = False
 ) -> tuple[dict[str, torch.Tensor], dict[str, Any], list[str]]:
@@ -82,18 +100,8 @@ def write(
     are right too.
     """
     names = base.names_on_disk
-    for module in adapter.experts:
-        if (module, "down_proj") not in names or (module, "gate_proj") not in names:
-            raise ArgumentError(
-                f"{module}: expected a model whose checkpoints hold one tensor per expert, got one that holds "
-                "them fused: there are no names for a per-expert adapter"
-            )
-    for name in adapter.linears:
-        if name.rpartition(".")[2] in base.names_taken_by_peft:
-            raise ArgumentError(
-                f"{name}: expected no adapter on other modules named like the experts' in format per-expert, "
-                "got one: loading would take it for theirs"
-            )
+    if reason := refusal(adapter, base):
+        raise ArgumentError(reason)
     lost: list[str] = []
     experts = complete(adapter, base)
     even = evened(experts, [GATE_UP, ("down_proj",)], lost)
