@@ -48,8 +48,8 @@ def load_model(
 ) -> PreTrainedModel:
     """A causal language model of a local safetensors checkpoint, its routed experts left in the mapped files.
 
-    Works for every architecture of transformers whose experts go by its ``experts_implementation``. Which
-    tensor belongs where is read from transformers' own conversion rules:
+    Works for every architecture of transformers whose experts go by its ``experts_implementation`` and have a
+    gate (Nemotron-H's have none). Which tensor belongs where is read from transformers' own conversion rules:
 
     - one tensor per expert (``experts.0.gate_proj.weight``): used as they lie. The model's stacked parameters
       are frozen and take no memory; what they can and cannot do is said at
@@ -81,8 +81,10 @@ def load_model(
 
     Raises:
         ArgumentError: no such checkpoint; a shard missing or cut off, an expert or another weight missing; an
-            architecture without routed experts; a quantisation other than mxfp4; no space for ``cache_dir``; a
-            ``device_map`` with a module on disk.
+            architecture without routed experts, or with experts without a gate; a quantisation other than
+            mxfp4; no space for ``cache_dir``; a ``device_map`` with a module on disk.
+        TypeError: another ``dtype``, or one of ``options`` that this function sets itself or that names other
+            files (``state_dict``, ``subfolder``, ...).
     """
     _require_options(dtype, options)
     directory = given_directory("directory", directory)
