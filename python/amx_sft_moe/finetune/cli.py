@@ -65,8 +65,9 @@ def _quiet_libraries() -> None:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Exit status: 0 done; 1 the user can mend it, or the adapter is written but a stage after it or a report
-    failed (standard error says what); 2 wrong options; 130 Ctrl-C; 143 SIGTERM. Raises the OSError of a
-    standard output that has not taken all, once everything else is done."""
+    failed (standard error says what); 2 wrong options; 3 all is written, but stock PEFT finds another loss with
+    the adapter; 130 Ctrl-C; 143 SIGTERM. Raises the OSError of a standard output that has not taken all, once
+    everything else is done."""
     _prepare_environment()
     try:
         with _sigterm_interrupts():
@@ -83,9 +84,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         word, status = ("terminated", 143) if isinstance(stop, _Terminated) else ("interrupted", 130)
         sys.stderr.write(f"\n{word}; what was not finished is not on disk\n")
         return status
-    for told in found.errors:
+    differs = found.adapter.stock_differs
+    for told in [*found.errors, *([differs] if differs else [])]:
         sys.stderr.write(f"\nerror: {told}\n")
     if found.errors:
         return 1
+    if differs:
+        return 3
     say.end()
     return 0

@@ -65,7 +65,7 @@ def run(options: Options, say: Terminal | None = None) -> results.Results:
         count = max(options.compare_steps, 1)
         batches = comparison.batches(tokens.training, count, options.batch_size, options.seed)
         # Nothing that fails from here on, the process being killed included, keeps back what is known by then.
-        with say.stage("The adapter, per expert, read back by stock PEFT"):
+        with say.stage("The adapter, read back by stock PEFT"):
             base, found.adapter.fused = stages.keep(options, out, base, adapted, say)
             stages.read_back(options, base, adapted, tokens, scratch, found.adapter, say)
         _write(replace(found, seconds=dict(say.seconds), failed={}), options.output)
@@ -166,7 +166,8 @@ def _summary(found: results.Results, say: Terminal) -> None:
     """What one wants to have seen at the end, and where the rest is but those reports that failed."""
     say.table(report.loss_table(found))
     say.table(report.adapter_table(found))
-    files = {f"{output.ADAPTER}/": "the adapter, for PEFT and for servers"}
+    takers = "for PEFT; servers drop its form" if found.adapter.fused else "for PEFT and for servers"
+    files = {f"{output.ADAPTER}/": f"the adapter, {takers}"}
     if found.base is not None:
         files[f"{output.BASE}/"] = "the model that it belongs to, with its tokenizer"
     files |= {

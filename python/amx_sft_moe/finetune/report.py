@@ -67,6 +67,8 @@ def adapter_table(results: Results) -> Table:
         rows.append(("read back by stock PEFT, experts in grouped_mm", loss(results.adapter.stock_loss)))
     elif results.adapter.stock_error:
         rows.append(("read back by stock PEFT", "failed"))
+    elif results.adapter.stock_skipped:
+        rows.append(("read back by stock PEFT", "not done"))
     return ("held-out loss of the adapter", "loss"), rows
 
 
@@ -129,7 +131,7 @@ def markdown(results: Results) -> str:
         "## The adapter",
         written,
         markdown_table(*adapter_table(results)),
-        *([f"```\n{results.adapter.stock_error}\n```"] if results.adapter.stock_error else []),
+        *_reading_back(results),
         f"```python\n{loading(results.options)}```",
         "## Time",
         markdown_table(
@@ -139,6 +141,16 @@ def markdown(results: Results) -> str:
         ),
     ]
     return "\n\n".join(parts) + "\n"
+
+
+def _reading_back(results: Results) -> list[str]:
+    """What the table of losses does not say about the adapter."""
+    saved = results.adapter
+    if saved.stock_error:
+        return [f"```\n{saved.stock_error}\n```"]
+    if saved.stock_skipped:
+        return [f"Not read back by stock PEFT: {saved.stock_skipped}."]
+    return [f"Beware: {saved.stock_differs}."] if saved.stock_differs else []
 
 
 def write_report(results: Results, path: Path) -> None:

@@ -56,6 +56,8 @@ class Adapter:
     # A fresh process, stock transformers and PEFT; None: no memory for it, or it failed.
     stock_loss: float | None = None
     stock_error: str = ""  # why it failed
+    stock_skipped: str = ""  # why it was not read back
+    stock_differs: str = ""  # that its loss is another than here, and which; empty: it is not, or is not known
     fused: str = ""  # why it is not in a pair of factors per expert; empty: it is
 
 

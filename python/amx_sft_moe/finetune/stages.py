@@ -247,8 +247,7 @@ def keep(options: Options, out: Output, base: Base, adapted: Adapted, say: Termi
     _require_finite(options, adapted)
     with out.writing():
         reason = adapter.save_adapter(adapted.model, base.tokenizer, out.adapter, base.place)
-    if reason:
-        say.fact("form", f"fused, as PEFT writes it; not per expert: {reason}")
+    say.fact("form", f"fused, as PEFT writes it; not per expert: {reason}" if reason else "per expert")
     out.keep()
     return replace(base, folder=base.place), reason
 
@@ -290,7 +289,8 @@ def read_back(
         dtype = getattr(torch, options.dense_dtype)
         # Stock torch has the experts in the dtype of the rest.
         if not model.room_for_copies(adapted.model, _copies(options)):
-            say.fact("held-out loss", f"{here} here; not read back, memory is short for a second model")
+            saved.stock_skipped = "memory is short for a second model"
+            say.fact("held-out loss", f"{here} here; not read back, {saved.stock_skipped}")
             return
         stock = adapter.stock_loss(
             base.folder, folder, tokens.held_out, dtype, options.batch_size, options.threads, scratch
@@ -303,7 +303,11 @@ def read_back(
     saved.stock_loss = stock
     say.fact("held-out loss", f"{here} here, {loss(stock)} in stock PEFT on a fresh base")
     if not abs(stock - saved.loss) <= SAME_LOSS:
-        say.fact("beware", "stock PEFT does not get the same model out of this adapter")
+        saved.stock_differs = (
+            f"stock PEFT does not get the same model out of {folder}: expected a held-out loss within "
+            f"{SAME_LOSS:g} of {here}, got {loss(stock)}"
+        )
+        say.fact("beware", saved.stock_differs)
 
 
 def compare(
