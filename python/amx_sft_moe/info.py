@@ -15,7 +15,7 @@ from amx_sft_moe.errors import ArgumentError
 from amx_sft_moe.kernels import ENVIRONMENT, ONEDNN, load_onednn
 from amx_sft_moe.sft_moe import SftMoe
 from amx_sft_moe.system import machine, process, versions
-from amx_sft_moe.system.files import without_home
+from amx_sft_moe.system.files import without_names
 from amx_sft_moe.system.process import asks_for_huge_pages
 from amx_sft_moe.system.report import as_text
 
@@ -25,7 +25,11 @@ _FILES = ("AMX_SFT_MOE_TIMER_FILE", "AMX_SFT_MOE_TRACE")  # that an operator ope
 
 
 def info() -> dict[str, Any]:
-    """A dict for people and for bug reports; every value is plain JSON, and none names a person or a host.
+    """A dict for people and for bug reports; every value is plain JSON.
+
+    Names of the user and of this host are taken out of paths, home directories are ``~``, and of paths outside
+    of them, of the Python environment and of the system's own folders only the last part stands here. What
+    else the variables in ``environment`` say stands as it is.
 
     Keys: ``version``, ``compiler``, ``nvtx``; ``cpu``, ``topology``, ``virtualised``, ``caches``, ``memory``,
     ``numa_nodes``, ``huge_pages``; ``instruction_sets`` (with ``amx``: ``"amx"``, ``"amx (emulated)"`` or why
@@ -44,6 +48,9 @@ def info() -> dict[str, Any]:
             {"name": ONEDNN, "weights": weights, "available": False, "why_not": why_not}
             for weights in ("bfloat16", "float32")
         ]
+    for kernel in result["kernels"]:
+        kernel["why_not"] = without_names(kernel["why_not"])
+    result["auto_kernel"] = {dtype: without_names(name) for dtype, name in result["auto_kernel"].items()}
     result["auto_reason"] = {
         weights: why_chosen(result["kernels"], result["instruction_sets"], weights, kernel)
         for weights, kernel in result["auto_kernel"].items()
@@ -148,7 +155,7 @@ def refusals() -> list[str]:
         with _no_new_files():
             op.set_base(gate_up_proj=np.zeros((1, 2, 1), np.float32), down_proj=np.zeros((1, 1, 1), np.float32))
     except ArgumentError as reason:
-        return [f"no operator can be made: {without_home(str(reason))}"]
+        return [f"no operator can be made: {without_names(str(reason))}"]
     return []
 
 

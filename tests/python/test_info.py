@@ -17,7 +17,7 @@ import amx_sft_moe
 from amx_sft_moe import ArgumentError, KernelError
 from amx_sft_moe.__main__ import main
 from amx_sft_moe.nn import ExpertWeights
-from amx_sft_moe.system.files import without_home
+from amx_sft_moe.system.files import without_names
 from cases import Sizes, kernels
 from reference import make_layer, run
 
@@ -141,7 +141,7 @@ def test_what_refuses_every_operator_is_a_finding(
     found = amx_sft_moe.info()["findings"]
     assert found[: len(before)] == before
     expected = f"no operator can be made: AMX_SFT_MOE_{variable}: {reason.format(folder=tmp_path)}"
-    assert found[len(before) :] == [without_home(expected)]
+    assert found[len(before) :] == [without_names(expected)]
 
 
 def test_info_leaves_no_files_of_dumps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

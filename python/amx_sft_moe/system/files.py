@@ -1,9 +1,12 @@
-"""Small files of /proc and /sys, and texts without the names of people."""
+"""Small files of /proc and /sys, and texts without the names of people and hosts."""
 
 from __future__ import annotations
 
 import os
+import pwd
 import re
+import sys
+from contextlib import suppress
 from pathlib import Path
 
 ROOT = Path("/")
@@ -23,12 +26,47 @@ def read_int(path: Path) -> int | None:
     return int(text) if text is not None and re.fullmatch(r"-?\d+", text) else None
 
 
-def without_home(text: str) -> str:
-    """``text`` with home directories, which hold people's names, as ``~``."""
+# Where every machine has the same folders: their names are nobody's.
+_EVERYWHERE = re.compile(r"/(?:usr|lib|lib32|lib64|opt|etc|dev|proc|sys|nix|snap)(?:/|$)")
+# In a list as of LD_PRELOAD, which has colons or spaces in it, or in a sentence. Folders may have spaces too.
+_ABSOLUTE = re.compile(r"""(?<![^\s:;,='"])/(?:(?!\s/)[^:;,'"\n])*""")
+_TOKEN = re.compile(r"""[^\s:;,='"]+""")
+
+
+def without_names(text: str) -> str:
+    """``text`` for others to read: home directories as ``~``, the Python environment as ``<environment>``, of
+    paths that are neither there nor in a system's own folders the last part alone; and ``...`` for the name of
+    the user and of the host within what is left of a path."""
+    text = _ABSOLUTE.sub(lambda path: _shortened(path[0]), text)
+    names = _own_names()
+    if not names:
+        return text
+    whole = re.compile(rf"(?<![^\W_])(?:{'|'.join(map(re.escape, names))})(?![^\W_])")
+    return _TOKEN.sub(lambda token: whole.sub("...", token[0]) if set(token[0]) & set("/.") else token[0], text)
+
+
+def _shortened(path: str) -> str:
+    """An absolute path without its first folders, unless they are those of every machine."""
     home = os.path.expanduser("~").rstrip("/")
-    if len(home) > 1:
-        text = re.sub(re.escape(home) + r"(?=/|:|$)", "~", text)
-    return re.sub(r"/(?:home|Users)/[^/:\s]+", "~", text)
+    for folder in (re.escape(home) if len(home) > 1 else "", "/(?:home|Users)/[^/]+"):
+        if folder and (found := re.match(rf"{folder}(?=/|$)", path)):
+            return "~" + path[found.end() :]
+    if _EVERYWHERE.match(path):
+        return path
+    for folder in (sys.prefix, sys.base_prefix):
+        if len(folder) > 1 and path.startswith(folder.rstrip("/") + "/"):
+            return "<environment>" + path[len(folder.rstrip("/")) :]
+    before, _, last = path.rstrip("/").rpartition("/")
+    return f".../{last}" if before else path
+
+
+def _own_names() -> list[str]:
+    """Of the user and of the host, longest first; not those that tell nothing."""
+    host = os.uname().nodename
+    names = {os.environ.get("USER", ""), os.environ.get("LOGNAME", ""), host, host.partition(".")[0]}
+    with suppress(KeyError):  # as in containers that run under any number
+        names.add(pwd.getpwuid(os.getuid()).pw_name)
+    return sorted(names - {"", "root", "localhost"}, key=len, reverse=True)
 
 
 def count_of_list(text: str) -> int:

@@ -11,7 +11,7 @@ from typing import Any
 
 from amx_sft_moe import _core
 from amx_sft_moe.system.cgroups import cpu_quota
-from amx_sft_moe.system.files import ROOT, as_list, read, without_home
+from amx_sft_moe.system.files import ROOT, as_list, read, without_names
 
 # libgomp.so.1, libgomp-a34b3233.so.1 (of a repaired wheel), libiomp5.so, libomp.so.5, libomp140.so
 _OPENMP = re.compile(r"lib(?:gomp|iomp|omp)\d*(?:-[0-9a-f]+)?\.so[.\d]*$")
@@ -66,7 +66,7 @@ def threads(openmp_threads: int, root: Path = ROOT) -> dict[str, Any]:
 
 
 def openmp_libraries(root: Path = ROOT) -> list[str]:
-    """Paths of the OpenMP libraries mapped into this process, in order of address, without people's names.
+    """Paths of the OpenMP libraries mapped into this process, in order of address, by :func:`without_names`.
 
     More than one copy means pools of threads that wait for each other's CPUs.
     """
@@ -75,7 +75,7 @@ def openmp_libraries(root: Path = ROOT) -> list[str]:
         path = line.split(maxsplit=5)[5:]
         if path and _OPENMP.search(path[0]):
             paths[path[0]] = None
-    return [without_home(path) for path in paths]
+    return [without_names(path) for path in paths]
 
 
 def asks_for_huge_pages(variables: Mapping[str, str]) -> bool:
@@ -88,4 +88,4 @@ def asks_for_huge_pages(variables: Mapping[str, str]) -> bool:
 def environment(variables: Mapping[str, str] | None = None) -> dict[str, str]:
     """The variables that change what this package does, how many threads there are and what is loaded."""
     variables = os.environ if variables is None else variables
-    return {name: without_home(variables[name]) for name in sorted(variables) if _VARIABLES.fullmatch(name)}
+    return {name: without_names(variables[name]) for name in sorted(variables) if _VARIABLES.fullmatch(name)}
