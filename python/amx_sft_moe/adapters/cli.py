@@ -39,7 +39,9 @@ def _parser() -> argparse.ArgumentParser:
     merge.add_argument("adapter", metavar="ADAPTER", help="adapter directory of any format")
     merge.add_argument("base", metavar="BASE_CHECKPOINT", help="directory with safetensors shards")
     merge.add_argument("out", metavar="OUT", help="directory for the merged checkpoint")
-    merge.add_argument("--overwrite", action="store_true", help="replace a checkpoint in OUT, in one step")
+    merge.add_argument(
+        "--overwrite", action="store_true", help="replace a checkpoint or an adapter in OUT, in one step"
+    )
     merge.add_argument("--no-progress", action="store_true", help="no progress bar")
 
     inspect = commands.add_parser("inspect", help="what an adapter holds")

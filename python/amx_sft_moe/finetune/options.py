@@ -146,8 +146,11 @@ def parser() -> argparse.ArgumentParser:
     new = Options()
 
     def add(flag: str, meaning: str, **rest: Any) -> None:
-        value = getattr(new, flag.removeprefix("--").replace("-", "_"), None)
-        group.add_argument(flag, help=f"{meaning} (default: {value})" if value is not None else meaning, **rest)
+        name = flag.removeprefix("--").replace("-", "_")
+        value, quick = getattr(new, name, None), getattr(_QUICK, name, None)
+        if value is not None:
+            meaning += f" (default: {value}{'' if quick == value else f', with --quick {quick}'})"
+        group.add_argument(flag, help=meaning, **rest)
 
     group = result.add_argument_group("what is trained")
     add(
@@ -181,7 +184,7 @@ def parser() -> argparse.ArgumentParser:
     add("--sequence-length", "tokens a sequence", type=_at_least(8, _LONGEST_SEQUENCE), metavar="N")
     add(
         "--learning-rate",
-        f"of the LoRA stage, with --model {CHECKPOINT_LEARNING_RATE}",
+        f"of the LoRA stage, with --model {CHECKPOINT_LEARNING_RATE} in any case",
         type=_positive,
         metavar="LR",
     )
@@ -203,7 +206,10 @@ def parser() -> argparse.ArgumentParser:
         metavar="N",
     )
     group.add_argument(
-        "--quick", action="store_true", help="tiny sizes, to see in a minute or two that everything works"
+        "--quick",
+        action="store_true",
+        help="tiny sizes, few steps, and of all examples, those of --data too, at most "
+        f"{_QUICK.texts}: to see in a minute or two that everything works",
     )
     return result
 

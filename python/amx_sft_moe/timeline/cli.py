@@ -76,7 +76,13 @@ def _parser() -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add = parser.add_argument
-    add("files", nargs="*", metavar="FILE", type=Path)
+    add(
+        "files",
+        nargs="*",
+        metavar="FILE",
+        type=Path,
+        help="JSON lines or text dumps, Chrome traces, SQLite exports; several are read together",
+    )
     add(
         "--compare",
         nargs=2,
@@ -92,7 +98,7 @@ def _parser() -> argparse.ArgumentParser:
         metavar="NAME",
         help="one or several, also separated by commas",
     )
-    add("--format", "-f", choices=FORMATS, default="column")
+    add("--format", "-f", choices=FORMATS, default="column", help="of the reports (column)")
     add(
         "--timeunit",
         choices=list(TIME_UNITS),
@@ -117,7 +123,11 @@ def _parser() -> argparse.ArgumentParser:
         metavar="NAME[/INDEX]",
         help="what runs inside ranges of that name, or the INDEXth of them",
     )
-    chosen.add_argument("--filter-thread", metavar="0,2,4-7")
+    chosen.add_argument(
+        "--filter-thread",
+        metavar="0,2,4-7",
+        help="ranges and waiting of these threads; passes and phases stay the whole team's",
+    )
     chosen.add_argument(
         "--filter-time", metavar="BEGIN/END", help="such as 1s/1.5s, from the first range of a file"
     )
@@ -136,17 +146,35 @@ def _parser() -> argparse.ArgumentParser:
         help=f"most ranges kept a file ({Bounds.ranges:,})",
     )
     judged = parser.add_argument_group("what it is measured against")
-    judged.add_argument("--peak-gflops", type=_positive)
-    judged.add_argument("--bandwidth", type=_positive, metavar="GB/S")
+    judged.add_argument(
+        "--peak-gflops",
+        type=_positive,
+        metavar="GFLOP/S",
+        help="peak of the kernel's instruction with all threads (the file's own)",
+    )
+    judged.add_argument(
+        "--bandwidth",
+        type=_positive,
+        metavar="GB/S",
+        help="of reading memory with all threads (the file's own)",
+    )
     judged.add_argument(
         "--measure",
         action="store_true",
-        help="measure both on this machine now, for recordings made on it (a second, 1 GiB)",
+        help="measure both on this machine now, for recordings made on it (1 GiB; a second where nothing else "
+        "runs)",
     )
     judged.add_argument(
         "--overlap", nargs=2, metavar=("A", "B"), help="two kinds of ranges: names (regex), or kind:copy"
     )
-    judged.add_argument("--outlier-score", type=_positive, default=analysis.OUTLIER_SCORE)
+    judged.add_argument(
+        "--outlier-score",
+        type=_positive,
+        default=analysis.OUTLIER_SCORE,
+        metavar="SCORE",
+        help="scaled median deviations from the median beyond which a pass is an outlier "
+        f"({analysis.OUTLIER_SCORE:g})",
+    )
     return parser
 
 

@@ -14,8 +14,8 @@ def measure_limits(timeline: Timeline) -> None:
     """Sets ``peak_gflops`` of the recorded kernel's instruction and ``bandwidth_gbs`` of reads, as this machine
     has them now, with as many threads as the recorded passes.
 
-    True for what was recorded on this machine; takes about a second and 1 GiB. Passes that do not tell how many
-    threads they had are not judged: a note says so.
+    True for what was recorded on this machine; takes a second where nothing else runs, and 1 GiB. Passes that
+    do not tell how many threads they had are not judged: a note says so.
 
     Raises:
         TimelineError: the passes name no kernel of ours, or several, or more threads than can be measured with.
