@@ -1,7 +1,9 @@
 """Exceptions of the library. Every message names the argument and says both values: wanted and given.
 
-A wrong element type, or an object that is no tensor, is Python's own ``TypeError``. A refused call changes
-nothing: the object stays as it was and usable.
+A wrong element type, an object that is no tensor, arguments that are missing or exclude each other, and options
+that are not for a function are Python's own ``TypeError``. A refused call changes nothing: the object stays as
+it was and usable. A pass that breaks off half way (``MemoryError``, or :class:`KernelError` of kernel
+``onednn``) leaves the object usable, but may have written a part of its results.
 """
 
 
@@ -15,7 +17,8 @@ class StateError(RuntimeError):
 
 
 class KernelError(RuntimeError):
-    """A kernel that this CPU or this build does not have; the message lists those available."""
+    """A kernel that this CPU or this build does not have, and the message lists those available; or, in a pass
+    of kernel ``onednn``, a product that oneDNN refuses."""
 
 
 def cause_of(reason: BaseException) -> str:

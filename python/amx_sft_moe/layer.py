@@ -67,6 +67,9 @@ class ExpertBiases:
 
     bfloat16 or float32, whatever the weights are, of any strides: gpt-oss's interleaved bias is
     ``gate_bias=b[:, ::2]``, ``up_bias=b[:, 1::2]``.
+
+    Raises:
+        TypeError: one that is no torch.Tensor. (Shapes and dtypes are checked where they are used.)
     """
 
     gate_bias: torch.Tensor | None = None
@@ -199,6 +202,11 @@ class ExpertWeights:
 
     Weights and ``biases`` that require a gradient receive one, those that do not are frozen. Weights as one
     matrix per expert are always frozen.
+
+    Raises:
+        ArgumentError: a shape, device, size or option does not fit, or matrices of a sequence require a
+            gradient. TypeError: an element type or a kind of argument does not, or a weight is missing.
+            KernelError: the kernel is unknown, not available here, or takes no weights of that dtype.
     """
 
     def __init__(

@@ -56,6 +56,11 @@ class SftMoeExperts(nn.Module):
 
     Threading: threads may run one module at the same time; each gets an operator and scratch memory of its
         own.
+
+    Raises:
+        ArgumentError: a shape, device, size or option does not fit, or a tensor is the result of an operation.
+            TypeError: an element type or a kind of argument does not, or a weight is missing. KernelError: the
+            kernel is unknown, not available here, or takes no weights of that dtype.
     """
 
     def __init__(
@@ -185,6 +190,9 @@ class SftMoeExperts(nn.Module):
             x: ``[..., H]`` bfloat16 or float32.
             expert_ids: ``[T, k]`` int64 or int32, T the number of tokens in x.
             routing_weights: ``[T, k]`` float32 or bfloat16.
+
+        Raises:
+            As :func:`sft_moe`.
         """
         if torch.compiler.is_compiling():
             return self._in_graph(x, expert_ids, routing_weights)

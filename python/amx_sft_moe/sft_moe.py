@@ -140,7 +140,7 @@ class SftMoe:
 
     Raises:
         KernelError: the kernel is unknown or not available here.
-        ArgumentError: a size or option out of range.
+        ArgumentError: a size or option out of range. TypeError: one of another type.
     """
 
     def __init__(
@@ -206,7 +206,7 @@ class SftMoe:
 
     @property
     def saved_depth(self) -> int:
-        """How many forwards wait for their backward."""
+        """How many forwards wait for their backward. StateError where another thread is in this object."""
         return self._core.saved_depth
 
     def set_base(
@@ -245,7 +245,8 @@ class SftMoe:
 
         Raises:
             ArgumentError, TypeError: an argument does not fit. StateError: another dtype while forwards wait
-                for their backward. KernelError: the kernel does not take weights of that dtype.
+                for their backward, or another thread is in this object. KernelError: the kernel does not take
+                weights of that dtype.
         """
         biases = _core.Biases((gate_bias, up_bias, down_bias, gate_up_bias))
         self._core.set_base(gate_proj, up_proj, down_proj, gate_up_proj, biases)
@@ -325,7 +326,9 @@ class SftMoe:
 
         Raises:
             ArgumentError, TypeError: an argument does not fit. StateError: no base weights, the stack is full,
-                or another thread is in this object or in a workspace that it shares.
+                or another thread is in this object or in a workspace that it shares. MemoryError, or
+                KernelError of kernel ``onednn``: the pass broke off; nothing is saved, ``out`` may be written
+                in part.
         """
         return self._core.forward_sft(x, expert_ids, routing_weights, save_for_backward, out)
 
@@ -364,7 +367,10 @@ class SftMoe:
 
         Raises:
             ArgumentError, TypeError: an argument does not fit. StateError: no forward waits for its backward,
-                or another thread is in this object or in a workspace that it shares.
+                or another thread is in this object or in a workspace that it shares. MemoryError, or
+                KernelError of kernel ``onednn``: the pass broke off; the entry is kept, but a part of the
+                gradients may be written, with ``accumulate`` added. Before another try with ``accumulate``
+                they have to be what they were.
         """
         given = out.as_dict() if isinstance(out, Gradients) else out
         if given is None:
@@ -388,7 +394,7 @@ class SftMoe:
         return Gradients(**self._core.backward(grad_y, bool(accumulate), scale, given, skipped, *wants))
 
     def clear(self) -> None:
-        """Forgets all forwards that wait for their backward."""
+        """Forgets all forwards that wait for their backward. StateError if another thread is in this object."""
         self._core.clear()
 
     def last_forward_times(self) -> dict[str, Any]:
@@ -400,7 +406,8 @@ class SftMoe:
         ``"not needed"`` or ``"total"``), ``flop`` and ``bytes`` (phase to what it had to do: products over
         routed rows, and every tensor read or written once); and ``threads``: per thread ``busy_ms``,
         ``waiting_ms``, its ``phases`` (ms) and ``tasks``, and, where they are recorded, its ``spans``
-        ``(phase, begin_ns, end_ns, tasks)`` in order, with ``spans_dropped`` that did not fit.
+        ``(phase, begin_ns, end_ns, tasks)`` in order, with ``spans_dropped`` that did not fit. StateError where
+        another thread is in this object.
         """
         return self._core.last_times(False)
 

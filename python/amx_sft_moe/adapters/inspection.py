@@ -69,11 +69,13 @@ def inspect_adapter(directory: str | os.PathLike[str]) -> dict[str, Any]:
     """Format, ranks, scalings, layers, experts, types, sizes and magnitudes of an adapter.
 
     Returns:
-        A dictionary that JSON can hold: ``format`` (``peft-fused``, ``per-expert``, ``ktransformers`` or
-        ``None`` without adapted experts), ``peft_version``, ``base_model``, ``rslora``, ``files`` (bytes),
-        ``dtypes``, ``tensors``, ``parameters``, ``bytes``, ``experts`` and ``others`` (per name: ``weights``,
-        ``layers``, ``ranks``, ``scalings``, ``max_abs_a``, ``max_abs_b``, ``not_finite`` (numbers),
-        ``zero_b`` (weights whose B is all zero)), ``whole_weights`` and ``not_understood`` (keys).
+        A dictionary that JSON can hold: ``directory``, ``format`` (``peft-fused``, ``per-expert``,
+        ``ktransformers`` or ``None`` without adapted experts), ``peft_version``, ``base_model``, ``rslora``,
+        ``files`` (bytes), ``dtypes``, ``tensors``, ``parameters``, ``bytes``, ``experts`` and ``others`` (per
+        name: ``weights``, ``layers``, ``ranks``, ``scalings``, ``max_abs_a``, ``max_abs_b``, ``not_finite``
+        (numbers), ``zero_b`` (how many weights have a B that is all zero), ``zero_b_first`` (the names of up to
+        12 of them), and in ``experts`` also ``experts`` (how many are adapted)), ``whole_weights`` and
+        ``not_understood`` (keys).
 
     Raises:
         ArgumentError: not an adapter directory, or a file that cannot be read.

@@ -60,6 +60,7 @@ def save_per_expert(
         ArgumentError: no adapted experts, something that this layout cannot say (the message tells what), or a
             checkpoint in ``directory``.
         StateError: what was written does not read as what was trained; ``directory`` is as it was.
+        TypeError: ``model`` is no PeftModel.
     """
     if not isinstance(model, PeftModel):
         raise TypeError(f"model: expected a peft.PeftModel, got {type(model).__name__}")

@@ -40,7 +40,8 @@ def register(
 
     Raises:
         KernelError: the kernel is unknown or not available. ImportError: no transformers, or one without this
-            hook.
+            hook. ArgumentError: ``num_threads`` out of range. TypeError: ``kernel`` is no str, ``num_threads``
+            no int.
     """
     from amx_sft_moe.integrations import experts_hook
 

@@ -123,7 +123,7 @@ def prepare(
 
     Raises:
         ArgumentError: no routed expert trains (the message says what does, and how to target them), or an
-            argument does not fit. TypeError: ``model`` is no module.
+            argument does not fit. TypeError: ``model`` is no module, or a size no int.
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"model: expected a torch.nn.Module, got {type(model).__name__}")
