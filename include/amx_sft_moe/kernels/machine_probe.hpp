@@ -87,8 +87,8 @@ inline double bandwidth_of(int threads, index_t bytes) {
 
 }  // namespace probe
 
-// A second where nothing else runs. Bandwidth is that of reading `bandwidth_bytes` once, far more than caches hold. Throws ArgumentError for
-// less than one thread, more than kMaxThreads, or less than 4 KiB of them for each.
+// A second where nothing else runs. Bandwidth is that of reading `bandwidth_bytes` once, far more than caches hold.
+// Throws ArgumentError for less than one thread, more than kMaxThreads, or less than 4 KiB of them for each.
 inline Machine measure_machine(int threads, index_t bandwidth_bytes = index_t{1} << 30) {
   require_at_least("threads", 1, threads);
   require_at_most("threads", kMaxThreads, threads);
