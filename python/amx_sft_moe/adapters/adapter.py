@@ -65,6 +65,7 @@ class Adapter:
         experts: by experts module and projection (``gate_proj``, ``up_proj``, ``down_proj``).
         linears: LoRA elsewhere, by the module's name in the adapter.
         others: entries that are whole weights (PEFT's ``modules_to_save``, biases), as the model names them.
+            One of a module in ``linears`` is what its change is added to (see :func:`is_beneath`).
         notes: what a reader had to add or could not know.
     """
 
@@ -80,9 +81,10 @@ def plain_name(key: str) -> str:
     return key.removeprefix(PREFIX).replace(_INNER, "")
 
 
-def is_copy(key: str) -> bool:
-    """Whether the key is of a frozen weight that PEFT stores beside the factors of an adapted embedding or
-    head. Biases of adapted modules lie behind ``base_layer`` too, and are trained with ``bias="all"``."""
+def is_beneath(key: str) -> bool:
+    """Whether the key is of a frozen weight that PEFT stores beside the factors of an adapted head: it need not
+    be the checkpoint's, since the vocabulary may have been enlarged before training. Biases of adapted modules
+    lie behind ``base_layer`` too, and are trained with ``bias="all"``."""
     return key.endswith(f"{_INNER}.weight")
 
 

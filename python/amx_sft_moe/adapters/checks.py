@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from amx_sft_moe.adapters import ktransformers, per_expert
-from amx_sft_moe.adapters.adapter import FUSED, KTRANSFORMERS, PER_EXPERT, Adapter
+from amx_sft_moe.adapters.adapter import FUSED, KTRANSFORMERS, PER_EXPERT, Adapter, is_beneath
 from amx_sft_moe.adapters.base import GATE_UP, BaseModel
 from amx_sft_moe.adapters.conversion import base_for
 from amx_sft_moe.adapters.files import CONFIG, KT_MANIFEST
@@ -87,9 +87,9 @@ def check_adapter(directory: str | os.PathLike[str], base: str | os.PathLike[str
                 findings.append(f"{name}: expected lora_A and lora_B, got lora_{''.join(sides)}")
         return Check(kind, tuple(findings), tuple(notes), ())
     adapter = understood(files, model, findings)
-    copies = [note for note in adapter.notes if ".base_layer." in note]
-    notes += copies
-    findings += [note for note in adapter.notes if note not in copies]
+    beneath = [note for note in adapter.notes if is_beneath(note.partition(":")[0])]
+    notes += beneath
+    findings += [note for note in adapter.notes if note not in beneath]
     if not adapter.experts:
         notes.append("no routed experts are adapted")
     loads = _loads(kind, files, model, adapter, of_manifest)
@@ -228,7 +228,8 @@ def _drops_linear(base: BaseModel, adapter: Adapter) -> str:
 
 def _why_not_servers(config: dict[str, Any], adapter: Adapter, no_names: str) -> str:
     """``no_names``: why converting it to per-expert again is refused."""
-    if adapter.others:
+    # vLLM passes over the weight beneath an adapted head, of which a note tells.
+    if adapter.others.keys() - {f"{name}.weight" for name in adapter.linears}:
         return "take no whole weights (modules_to_save, biases)"
     rank, alpha = config.get("r"), config.get("lora_alpha")
     if not isinstance(rank, int) or not isinstance(alpha, int | float):

@@ -110,6 +110,8 @@ def _merge(options: Any) -> int:
         progress=not options.no_progress,
     )
     _say(f"{done.directory}: {done.changed} of {done.tensors} tensors changed, {done.bytes:,} bytes of shards")
+    for line in done.notes:
+        _say(f"  note: {line}")
     return 0
 
 

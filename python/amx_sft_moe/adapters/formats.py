@@ -20,7 +20,7 @@ from amx_sft_moe.adapters.adapter import (
     PER_EXPERT,
     Adapter,
     Linear,
-    is_copy,
+    is_beneath,
     plain_name,
 )
 from amx_sft_moe.adapters.base import PROJECTIONS, BaseModel
@@ -166,12 +166,13 @@ def understood(files: Files, base: BaseModel, problems: list[str] | None = None)
     for key in rest:
         with _told(problems):
             weight = _whole_weight(where, base, key, files.tensors[key])
-            if is_copy(key):
-                adapter.notes.append(f"{key}: left out, taken to be the base model's own")
-            elif plain_name(key) in adapter.others:
+            if plain_name(key) in adapter.others:
                 raise ArgumentError(f"{where}: expected one entry for {plain_name(key)}, got {key} too")
-            else:
-                adapter.others[plain_name(key)] = weight
+            adapter.others[plain_name(key)] = weight
+            if is_beneath(key):
+                adapter.notes.append(
+                    f"{key}: PEFT puts it in the place of the base model's own, servers do not"
+                )
     with _told(problems):
         adapter.experts.update(peft_fused.read(files.config, base, fused, where) if fused else {})
     for place, found in single.items():

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from tqdm.auto import tqdm
 
-from amx_sft_moe.adapters.adapter import Adapter, same_bits
+from amx_sft_moe.adapters.adapter import Adapter, Linear, same_bits
 from amx_sft_moe.adapters.base import BaseModel, Place
 from amx_sft_moe.adapters.conversion import base_for
 from amx_sft_moe.adapters.files import ADAPTER_FILES, CONFIG, replaced_directory, sync, tensor_positions
@@ -45,13 +45,15 @@ _DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF
 @dataclass(frozen=True)
 class Merged:
     """What :func:`merge_adapter` wrote: the directory, how many of its tensors changed, of how many, and the
-    bytes of its shards; ``left_out`` names the checkpoint's files with other weights, which were not copied."""
+    bytes of its shards; ``left_out`` names the checkpoint's files with other weights, which were not copied;
+    ``notes``: what else to know of the adapter."""
 
     directory: Path
     changed: int
     tensors: int
     bytes: int
     left_out: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -67,7 +69,7 @@ class _Change:
 @dataclass(frozen=True)
 class _Matrix:
     """One matrix of a shard to be changed: row-major ``[rows, columns]`` from byte ``offset`` of the file.
-    ``transposed``: its columns are the outputs. ``whole`` replaces it."""
+    ``transposed``: its columns are the outputs. ``whole`` replaces it, before the changes."""
 
     key: str
     offset: int
@@ -90,10 +92,13 @@ def merge_adapter(
     """Writes a checkpoint with ``W + scaling * B A`` in the place of every adapted ``W``.
 
     The sum is taken in float32 (float64 for a float64 checkpoint) and rounded once to the checkpoint's type.
-    Whole weights in the adapter (``modules_to_save``) replace the checkpoint's. All other files beside the
-    shards are copied, but those of an adapter, which ``from_pretrained`` would apply again, and those that hold
-    weights by their names (``.safetensors``, ``.bin``, ``.pt``, ``.pth``, ``.gguf`` and the like, and indices
-    of them), which would be the base's: a warning names these. Folders are not copied.
+    Whole weights in the adapter (``modules_to_save``) replace the checkpoint's. So does one beneath an adapted
+    head, except where the checkpoint's is the same number, not yet rounded to the adapter's type.
+
+    All other files beside the shards are copied, but those of an adapter, which ``from_pretrained`` would apply
+    again, and those that hold weights by their names (``.safetensors``, ``.bin``, ``.pt``, ``.pth``, ``.gguf``
+    and the like, and indices of them), which would be the base's: a warning names these. Folders are not
+    copied.
 
     Args:
         adapter: an adapter directory of any format.
@@ -142,7 +147,7 @@ def merge_adapter(
                         bar.update()
                 sync(work / shard)
     changed = len({(shard, matrix.key) for shard, found in plan.items() for matrix in found})
-    return Merged(out, changed, tensors, total, tuple(left_out))
+    return Merged(out, changed, tensors, total, tuple(left_out), tuple(read.notes))
 
 
 def _require_replaceable(out: Path) -> None:
@@ -214,19 +219,19 @@ def _plan(
                 continue
             held.add(place.name)
             if place.name in wholes and place.expert is None:
-                found = [_whole_matrix(key, entry, start, wholes[place.name])]
+                found = [_whole_matrix(key, entry, start, wholes[place.name], linears.get(place.name))]
             elif place.module is not None:
                 found = list(_expert_matrices(adapter, base, place, key, entry, start, left))
             elif place.name in linears:
-                one = linears[place.name]
-                found = [_matrix(key, entry, start, 0, [_Change(slice(None), one.a, one.b, one.scaling)])]
+                found = [_matrix(key, entry, start, 0, _of_linear(linears[place.name]))]
             else:
                 continue
             # Whole experts have no place in a checkpoint that holds them one by one.
             if found:
                 unplaced.discard(place.name)
             plan[shard] += found
-    unplaced -= _tied_to_another(base, held, set(linears), wholes)
+    alone = {name: tensor for name, tensor in wholes.items() if name not in linears}
+    unplaced -= _tied_to_another(base, held, set(linears), alone)
     if left or unplaced:
         missing = sorted(unplaced) or [f"{m}.{e}.{p}" for m, p, e in sorted(left)]
         raise ArgumentError(
@@ -315,13 +320,20 @@ def _matrix(
     return _Matrix(key, offset, rows, columns, dtype, tuple(changes), transposed)
 
 
-def _whole_matrix(key: str, entry: dict[str, Any], start: int, tensor: torch.Tensor) -> _Matrix:
+def _of_linear(linear: Linear) -> list[_Change]:
+    return [_Change(slice(None), linear.a, linear.b, linear.scaling)]
+
+
+def _whole_matrix(
+    key: str, entry: dict[str, Any], start: int, tensor: torch.Tensor, linear: Linear | None
+) -> _Matrix:
     if list(tensor.shape) != entry["shape"]:
         raise ArgumentError(f"{key}: expected {entry['shape']}, got {list(tensor.shape)}")
     columns = tensor.shape[-1] if tensor.dim() else 1
     offset, dtype = start + entry["data_offsets"][0], _dtype(key, entry)
     rows = tensor.numel() // max(columns, 1)
-    return _Matrix(key, offset, rows, columns, dtype, whole=tensor.reshape(rows, columns))
+    changes = tuple(_of_linear(linear)) if linear is not None else ()
+    return _Matrix(key, offset, rows, columns, dtype, changes, whole=tensor.reshape(rows, columns))
 
 
 def _dtype(key: str, entry: dict[str, Any]) -> torch.dtype:
@@ -334,26 +346,34 @@ def _change(file: Any, matrix: _Matrix) -> None:
     """Reads, changes and writes back a matrix, some rows at a time."""
     row_bytes = matrix.columns * matrix.dtype.itemsize
     step = max(1, BLOCK_BYTES // max(row_bytes, 1))
-    wide = torch.float64 if matrix.dtype == torch.float64 else torch.float32
     for first in range(0, matrix.rows, step):
         rows = slice(first, min(first + step, matrix.rows))
-        count = rows.stop - rows.start
-        if matrix.whole is not None:
-            total = matrix.whole[rows]
-            finite = total.isfinite()
-        else:
-            file.seek(matrix.offset + first * row_bytes)
-            data = bytearray(count * row_bytes)
-            if file.readinto(data) != len(data):
-                raise ArgumentError(f"{matrix.key}: expected {len(data)} bytes, got the end of the file")
-            total = torch.frombuffer(data, dtype=matrix.dtype).reshape(count, matrix.columns).to(wide)
-            finite = total.isfinite()
-            for change in matrix.changes:
-                _add(total, change, rows, matrix.transposed)
+        total = _unchanged(file, matrix, rows)
+        finite = total.isfinite()
+        for change in matrix.changes:
+            _add(total, change, rows, matrix.transposed)
         block = total.to(matrix.dtype).contiguous()
         _require_held(matrix, finite, total, block)
         file.seek(matrix.offset + first * row_bytes)
         file.write(block.view(torch.uint8).numpy().data)
+
+
+def _unchanged(file: Any, matrix: _Matrix, rows: slice) -> torch.Tensor:
+    """What the changes of these rows are added to, in the type of the sum."""
+    if matrix.whole is not None and not matrix.changes:
+        return matrix.whole[rows]
+    count, row_bytes = rows.stop - rows.start, matrix.columns * matrix.dtype.itemsize
+    file.seek(matrix.offset + rows.start * row_bytes)
+    data = bytearray(count * row_bytes)
+    if file.readinto(data) != len(data):
+        raise ArgumentError(f"{matrix.key}: expected {len(data)} bytes, got the end of the file")
+    held = torch.frombuffer(data, dtype=matrix.dtype).reshape(count, matrix.columns)
+    held = held.to(torch.float64 if matrix.dtype == torch.float64 else torch.float32)
+    if matrix.whole is None:
+        return held
+    # A copy of the checkpoint's in a smaller type says less than the checkpoint.
+    given = matrix.whole[rows]
+    return torch.where(held.to(given.dtype) == given, held, given.to(held.dtype))
 
 
 def _require_held(matrix: _Matrix, finite: torch.Tensor, wanted: torch.Tensor, block: torch.Tensor) -> None:
