@@ -135,3 +135,18 @@ def test_check_tells_who_uses_it(on_head: Path, tmp_path: Path) -> None:
     assert check.findings == ()
     assert check.notes == (f"{HEAD}: PEFT puts it in the place of the base model's own, servers do not",)
     assert {one.tool: one.loads for one in check.loads}["vLLM, SGLang"]
+
+
+@pytest.mark.parametrize("which", [["embed_tokens"], ["lm_head", "embed_tokens"]], ids=str)
+def test_whole_weights_of_a_larger_vocabulary_that_peft_writes_twice(which: list[str], tmp_path: Path) -> None:
+    torch.manual_seed(1)
+    model = trained(larger(70), modules_to_save=which)
+    model.save_pretrained(tmp_path / "stock")
+    assert any(".original_module." in key for key in load_file(tmp_path / "stock" / WEIGHTS))
+    save_per_expert(model, tmp_path / "ours")
+    larger(70).config.save_pretrained(tmp_path / "base")
+    convert_adapter(tmp_path / "stock", tmp_path / "converted", "per-expert", base=tmp_path / "base")
+    torch.manual_seed(1)  # a head that trains not is the user's to bring
+    loaded = [PeftModel.from_pretrained(larger(70), tmp_path / name) for name in ("ours", "converted")]
+    expected = merged_state(model)
+    assert [largest_difference(merged_state(one), expected) <= 1e-6 for one in loaded] == [True, True]

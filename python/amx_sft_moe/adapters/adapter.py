@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+from collections.abc import Container
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -86,6 +88,13 @@ def is_beneath(key: str) -> bool:
     be the checkpoint's, since the vocabulary may have been enlarged before training. Biases of adapted modules
     lie behind ``base_layer`` too, and are trained with ``bias="all"``."""
     return key.endswith(f"{_INNER}.weight")
+
+
+def is_doubled(key: str, keys: Container[str]) -> bool:
+    """Whether the key, of ``keys``, is a second one of a module in ``modules_to_save``. Where the vocabulary is
+    not the checkpoint's any more PEFT writes all that lies in its place: the new weight again, and the old."""
+    plain = re.sub(r"\.(modules_to_save|original_module)\.", ".", key)
+    return plain != key and plain in keys
 
 
 def peft_entries(

@@ -21,6 +21,7 @@ from amx_sft_moe.adapters.adapter import (
     Adapter,
     Linear,
     is_beneath,
+    is_doubled,
     plain_name,
 )
 from amx_sft_moe.adapters.base import PROJECTIONS, BaseModel
@@ -164,6 +165,8 @@ def understood(files: Files, base: BaseModel, problems: list[str] | None = None)
                 raise ArgumentError(f"{where}: {name}: expected lora_A and lora_B, got lora_{''.join(sides)}")
             _sort_in(files, base, name, (sides["A"], sides["B"]), adapter, fused, single)
     for key in rest:
+        if is_doubled(key, files.tensors):
+            continue
         with _told(problems):
             weight = _whole_weight(where, base, key, files.tensors[key])
             if plain_name(key) in adapter.others:

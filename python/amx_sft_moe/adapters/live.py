@@ -13,7 +13,7 @@ from peft import PeftModel, get_peft_model_state_dict
 from peft.tuners.lora import LoraLayer
 from peft.tuners.lora.layer import ParamWrapper
 
-from amx_sft_moe.adapters.adapter import PER_EXPERT, PREFIX, Adapter, Factors, Linear, plain_name
+from amx_sft_moe.adapters.adapter import PER_EXPERT, PREFIX, Adapter, Factors, Linear, is_doubled, plain_name
 from amx_sft_moe.adapters.base import PARAMETERS, BaseModel, base_like
 from amx_sft_moe.adapters.conversion import verify
 from amx_sft_moe.adapters.files import (
@@ -118,7 +118,7 @@ def _adapter(model: PeftModel, adapter_name: str, base: BaseModel) -> Adapter:
             f"model: expected LoRA on linear layers and experts only, got {unknown[0]}: loaders of this layout "
             "would leave it out (PEFT's own save_pretrained keeps it)"
         )
-    adapter.others = {plain_name(key): state[key] for key in rest}
+    adapter.others = {plain_name(key): state[key] for key in rest if not is_doubled(key, state)}
     return adapter
 
 
