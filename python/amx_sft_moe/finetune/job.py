@@ -76,9 +76,9 @@ def run(options: Options, say: Terminal | None = None) -> results.Results:
         with say.stage("Where the time of a backward goes"):
             dump = partial(stages.backward_times, options, adapted, batches[0], scratch, say)
             found.backward = _tried(output.TIMES, dump, found, say)
+        found.seconds = dict(say.seconds)
+        _write(found, options.output)
 
-    found.seconds = dict(say.seconds)
-    _write(found, options.output)
     _summary(found, say)
     return found
 

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import fcntl
+import os
 import signal
 import tempfile
 import threading
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -65,13 +67,16 @@ class Output:
 
 @contextmanager
 def opened(folder: Path, with_base: bool) -> Iterator[Output]:
-    """The folder of a run, made if need be; what is in it stays as it was until `Output.keep`.
+    """The folder of a run, made if need be; what is in it stays as it was until `Output.keep`, and no other run
+    opens it before this one ends.
 
-    Raises FinetuneError where it cannot be written: after hours of training that would be late.
+    Raises FinetuneError where it cannot be written, or another run works in it: after hours of training that
+    would be late.
     """
-    with ExitStack() as begun:
+    with ExitStack() as run, ExitStack() as begun:
         try:
             folder.mkdir(parents=True, exist_ok=True)
+            run.enter_context(_locked(folder))
             with tempfile.NamedTemporaryFile(dir=folder, prefix=".probe-"):
                 pass
             for name in REPORTS:
@@ -84,6 +89,26 @@ def opened(folder: Path, with_base: bool) -> Iterator[Output]:
         except (ArgumentError, OSError) as error:
             raise FinetuneError(f"--output {folder}: expected a folder to write into, got {error}") from error
         yield Output(folder, adapter, base, begun)
+
+
+@contextmanager
+def _locked(folder: Path) -> Iterator[None]:
+    """Keeps other runs out: one of two would report on an adapter that the other has replaced.
+
+    The folder itself is locked, not a file in it. The lock ends with the process, a killed one too.
+    """
+    with ExitStack() as stack:
+        with suppress(OSError):  # not every file system locks, and fewer lock folders: then as without
+            handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+            stack.callback(os.close, handle)
+            try:
+                fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                raise FinetuneError(
+                    f"--output {folder}: expected a folder in which no other run works, got one that another "
+                    "finetune has open"
+                ) from None
+        yield
 
 
 @contextmanager
