@@ -10,7 +10,7 @@ import os
 import re
 import shutil
 import tempfile
-from collections.abc import Iterable, Iterator
+from collections.abc import Container, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -147,8 +147,8 @@ def replaced_directory(directory: Path, drop: Iterable[str] | None = None) -> It
 
     Args:
         directory: need not exist; its parent is made if need be.
-        drop: an existing directory's entries of these names go, all others stay (as hard links);
-            ``None``: all go, and a mount point below is an ArgumentError.
+        drop: an existing directory's entries of these names go, all others stay (as hard links), also those
+            that another process makes meanwhile; ``None``: all go, and a mount point below is an ArgumentError.
     """
     directory = directory.resolve()
     if directory.exists() and not directory.is_dir():
@@ -199,17 +199,45 @@ def _umask() -> int:
         return mask
 
 
-def _carry_over(source: Path, target: Path, without: set[str]) -> None:
+def _carry_over(source: Path, target: Path, without: Container[str] = ()) -> None:
     for entry in source.iterdir():
         if entry.name in without:
             continue
-        if entry.is_dir() and not entry.is_symlink():
-            shutil.copytree(entry, target / entry.name, symlinks=True, copy_function=_link)
-        else:
-            _link(entry, target / entry.name)
+        place = target / entry.name
+        try:
+            if _is_folder(entry):
+                place.mkdir()
+                _carry_over(entry, place)
+                shutil.copystat(entry, place)
+            else:
+                _link(entry, place)
+        except FileNotFoundError:
+            if os.path.lexists(entry):
+                raise
+            shutil.rmtree(place, ignore_errors=True)  # removed meanwhile, as a Trainer does old checkpoints
 
 
-def _link(source: Any, target: Any, *, follow_symlinks: bool = False) -> None:
+def _bring_along(old: Path, new: Path, without: Container[str] = ()) -> None:
+    """Moves what others put into ``old`` after it was carried over to ``new``. Of two files the later stays."""
+    for entry in old.iterdir():
+        place = new / entry.name
+        if entry.name in without:
+            continue
+        if _is_folder(entry) and _is_folder(place):
+            _bring_along(entry, place)
+        elif not os.path.lexists(place) or (not _is_folder(place) and _is_later(entry, place)):
+            os.replace(entry, place)
+
+
+def _is_folder(path: Path) -> bool:
+    return path.is_dir() and not path.is_symlink()
+
+
+def _is_later(one: Path, other: Path) -> bool:
+    return one.lstat().st_mtime_ns > other.lstat().st_mtime_ns
+
+
+def _link(source: Path, target: Path) -> None:
     try:
         os.link(source, target, follow_symlinks=False)
     except OSError:
@@ -227,6 +255,9 @@ def _put(work: Path, directory: Path, written: list[str], drop: Iterable[str] | 
             raise
         logger.info("%s: replaced file by file (%s)", directory, reason)
         _put_one_by_one(work, directory, written, drop)
+        return
+    if drop is not None:
+        _bring_along(work, directory, {*drop, *written})
 
 
 def _has_to_stay(directory: Path) -> bool:
