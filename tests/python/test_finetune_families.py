@@ -408,8 +408,8 @@ def test_an_adapter_saved_fused_leaves_the_users_own_card(save, tmp_path, monkey
     folder = tmp_path / "written"
     folder.mkdir()
     place = tmp_path / "where it will lie"
-    reason = adapter.save_adapter(adapted, model.load_tokenizer(wanted.model), folder, place)
+    reason = adapter.save_adapter(adapted, folder, place)
     assert reason.endswith("got something else")
     assert not {"README.md", "left.bin"} & {path.name for path in folder.iterdir()}
     assert json.loads((folder / "adapter_config.json").read_text())["base_model_name_or_path"] == str(place)
-    assert {"adapter_model.safetensors", "tokenizer.json"} <= {path.name for path in folder.iterdir()}
+    assert "adapter_model.safetensors" in {path.name for path in folder.iterdir()}

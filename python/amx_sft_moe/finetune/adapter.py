@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -24,9 +25,9 @@ from .errors import FinetuneError
 from .packing import TokenBlocks
 
 
-def save_adapter(model: PeftModel, tokenizer: PreTrainedTokenizerBase, folder: Path, base: Path) -> str:
-    """Writes the adapter in PEFT's format, a pair of factors per expert and projection, and the tokenizer, into
-    an empty folder. `base` is where its model will lie, which may not be where it was loaded from; the adapter
+def save_adapter(model: PeftModel, folder: Path, base: Path) -> str:
+    """Writes the adapter in PEFT's format, a pair of factors per expert and projection, into an empty folder.
+    `base` is where its model will lie, which may not be where it was loaded from; the adapter
     names its absolute path, whatever directory it is loaded from.
 
     Where that form cannot hold the adapter it is written fused, as PEFT itself does it, and the reason is
@@ -47,8 +48,20 @@ def save_adapter(model: PeftModel, tokenizer: PreTrainedTokenizerBase, folder: P
         (folder / "README.md").unlink(missing_ok=True)  # an empty form, which would replace the user's own
     config = read_json(folder / CONFIG)
     save_json({**config, "base_model_name_or_path": str(base.resolve())}, folder / CONFIG)
-    tokenizer.save_pretrained(folder)
     return reason
+
+
+def save_tokenizer(tokenizer: PreTrainedTokenizerBase, folder: Path) -> str:
+    """Writes the tokenizer beside an adapter, all of it or nothing; returns why nothing. The adapter is kept
+    all the same: its base has the tokenizer too."""
+    there = set(folder.iterdir())
+    try:
+        tokenizer.save_pretrained(folder)
+    except Exception as error:  # a full disk, or whatever a tokenizer's own code raises
+        for left in set(folder.iterdir()) - there:
+            shutil.rmtree(left) if left.is_dir() else left.unlink()
+        return cause_of(error)
+    return ""
 
 
 def stock_loss(

@@ -66,9 +66,9 @@ def run(options: Options, say: Terminal | None = None) -> results.Results:
         batches = comparison.batches(tokens.training, count, options.batch_size, options.seed)
         # Nothing that fails from here on, the process being killed included, keeps back what is known by then.
         with say.stage("The adapter, read back by stock PEFT"):
-            base, found.adapter.fused = stages.keep(options, out, base, adapted, say)
+            base, found.adapter.fused, found.failed = stages.keep(options, out, base, adapted, say)
             stages.read_back(options, base, adapted, tokens, scratch, found.adapter, say)
-        _write(replace(found, seconds=dict(say.seconds), failed={}), options.output)
+        _write(replace(found, seconds=dict(say.seconds), failed=dict(found.failed)), options.output)
         if options.compare_steps:
             with say.stage("The same steps with torch's grouped_mm"):
                 compare = partial(stages.compare, options, base, adapted, batches, say)

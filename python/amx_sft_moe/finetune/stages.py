@@ -238,18 +238,24 @@ def train_adapter(
     return Adapted(adapted, start, trained, curve)
 
 
-def keep(options: Options, out: Output, base: Base, adapted: Adapted, say: Terminal) -> tuple[Base, str]:
-    """Writes the adapter, and puts it and the base where they stay; returns the base there, and why the adapter
-    is not per expert where it is not.
+def keep(
+    options: Options, out: Output, base: Base, adapted: Adapted, say: Terminal
+) -> tuple[Base, str, dict[str, str]]:
+    """Writes the adapter, and puts it and the base where they stay; returns the base there, why the adapter is
+    not per expert where it is not, and what could not be written beside it.
 
     FinetuneError, and all stays as it was, where training has not led to numbers.
     """
     _require_finite(options, adapted)
     with out.writing():
-        reason = adapter.save_adapter(adapted.model, base.tokenizer, out.adapter, base.place)
+        reason = adapter.save_adapter(adapted.model, out.adapter, base.place)
+        lacks_tokenizer = adapter.save_tokenizer(base.tokenizer, out.adapter)
+    if lacks_tokenizer:
+        say.fact("beware", f"the adapter is kept without its tokenizer: {lacks_tokenizer}")
     say.fact("form", f"fused, as PEFT writes it; not per expert: {reason}" if reason else "per expert")
     out.keep()
-    return replace(base, folder=base.place), reason
+    failed = {"its tokenizer": lacks_tokenizer} if lacks_tokenizer else {}
+    return replace(base, folder=base.place), reason, failed
 
 
 def _require_finite(options: Options, adapted: Adapted) -> None:
