@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 
 import pytest
 import torch
@@ -10,8 +11,10 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from amx_sft_moe.adapters.base import BaseModel
 from amx_sft_moe.errors import ArgumentError
-from amx_sft_moe.finetune import model
+from amx_sft_moe.finetune import model, stages
 from amx_sft_moe.finetune.errors import FinetuneError
+from amx_sft_moe.finetune.options import parse
+from amx_sft_moe.finetune.terminal import Terminal
 from amx_sft_moe.finetune.tokenizer import train_tokenizer
 from checkpoint_folders import E, H, I, K, edit_config, make, write
 from composite_models import make as make_composite
@@ -67,7 +70,7 @@ def test_code_of_the_checkpoint_is_not_run_and_not_asked_about(tmp_path, monkeyp
         model.load_tokenizer(folder)
 
 
-def test_what_peft_takes_for_experts_by_its_name_is_left_out():
+def test_what_peft_takes_for_experts_by_its_name_is_left_out_and_said(monkeypatch, capsys):
     """AFMoE's attention has a gate_proj: PEFT from 0.19 would make a part of gate_up_proj of it."""
     config = AutoConfig.for_model(
         "afmoe",
@@ -89,7 +92,11 @@ def test_what_peft_takes_for_experts_by_its_name_is_left_out():
     found = AutoModelForCausalLM.from_config(config)
     assert "gate_proj" in dict(found.model.layers[0].self_attn.named_children())
     assert model.attention_targets(found) == ["k_proj", "o_proj", "q_proj", "v_proj"]
-    adapted = model.add_adapter(found, 2, 4.0, 0)
+    monkeypatch.setattr(model, "load_model", lambda *arguments: found)
+    place = Path("checkpoint")
+    adapted = stages.load_adapted(parse(["--quick"]), stages.Base(place, place, None), Terminal(1))
+    said = " ".join(capsys.readouterr().out.split())
+    assert "left out self_attn.gate_proj: PEFT takes the name for an expert's, so it gets no LoRA" in said
     assert model.trained_parameters(adapted).layers == 2
 
 
@@ -104,4 +111,6 @@ def test_a_family_whose_files_cannot_be_taken_apart_trains(monkeypatch):
         raise ArgumentError("a conversion that nobody knows")
 
     monkeypatch.setattr(BaseModel, "place_of", unknown)
-    assert model.attention_targets(make("mixtral", torch.float32)) == ["k_proj", "o_proj", "q_proj", "v_proj"]
+    found = make("mixtral", torch.float32)
+    assert model.attention_targets(found) == ["k_proj", "o_proj", "q_proj", "v_proj"]
+    assert model.attention_left_out(found) == []

@@ -235,13 +235,25 @@ def add_adapter(model: PreTrainedModel, rank: int, alpha: float, seed: int) -> P
 
 def attention_targets(model: PreTrainedModel) -> list[str]:
     """Names of the Linear modules of attention, as PEFT's `target_modules` takes them: an end of the path that
-    no other module's has, such as q_proj or self_attn.q_proj, else all of it.
+    no other module's has, such as q_proj or self_attn.q_proj, else all of it. Without those of
+    `attention_left_out`."""
+    taken = _names_taken_by_peft(model)
+    attention = {path for path in _attention(model) if _ends(path)[0] not in taken}
+    others = {end for path, _ in model.named_modules() if path not in attention for end in _ends(path)}
+    return sorted({next(end for end in _ends(path) if end not in others) for path in attention})
 
-    Attention is what takes an attention mask within a decoder layer that stands in one list with those of
-    routed experts: linear attention, state-space layers and short convolutions too, but no router, no dense or
-    shared MLP and no layer of a vision tower. Left out is what PEFT would take for experts by its name, as
-    gate_proj of AFMoE's attention.
-    """
+
+def attention_left_out(model: PreTrainedModel) -> list[str]:
+    """Names of the Linear modules of attention that PEFT would take for experts, as self_attn.gate_proj of
+    AFMoE: they get no LoRA."""
+    taken = _names_taken_by_peft(model)
+    return sorted({_ends(path)[1] for path in _attention(model) if _ends(path)[0] in taken})
+
+
+def _attention(model: PreTrainedModel) -> set[str]:
+    """Paths of the Linear modules of attention: of what takes an attention mask within a decoder layer that
+    stands in one list with those of routed experts. Linear attention, state-space layers and short convolutions
+    too, but no router, no dense or shared MLP and no layer of a vision tower."""
     of_layers = {_layers_of(path) for path, _ in routed_experts(model)}
     attention: set[str] = set()
     for path, module in model.named_modules():
@@ -249,10 +261,7 @@ def attention_targets(model: PreTrainedModel) -> list[str]:
         if masked and not list(routed_experts(module)):
             found = (name for name, inner in module.named_modules() if isinstance(inner, torch.nn.Linear))
             attention.update(f"{path}.{name}" for name in found)
-    taken = _names_taken_by_peft(model)
-    attention = {path for path in attention if _ends(path)[0] not in taken}
-    others = {end for path, _ in model.named_modules() if path not in attention for end in _ends(path)}
-    return sorted({next(end for end in _ends(path) if end not in others) for path in attention})
+    return attention
 
 
 def _names_taken_by_peft(model: PreTrainedModel) -> frozenset[str]:

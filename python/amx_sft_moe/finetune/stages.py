@@ -195,6 +195,8 @@ def load_adapted(options: Options, base: Base, say: Terminal) -> PeftModel:
     bare = model.load_model(base.folder, *dtypes, OURS, options.cache_dir)
     if gigabytes := model.mapped_gigabytes(bare):
         say.fact("mapped", f"{gigabytes:.3f} GB of experts, used as they lie in {base.place}")
+    if left := model.attention_left_out(bare):
+        say.fact("left out", f"{', '.join(left)}: PEFT takes the name for an expert's, so it gets no LoRA")
     return model.add_adapter(bare, options.rank, options.alpha, options.seed)
 
 
