@@ -121,7 +121,7 @@ TEST(BoundedFile, IsTheSameOneInAnotherFolder) {
   const auto path = fresh_file("relative");
   std::filesystem::current_path(path.parent_path());
   BoundedFile file(path.filename().string(), 1000, "", "the end\n");
-  EXPECT_TRUE(file.usable(true));
+  EXPECT_TRUE(file.begin(true));
   file.append("one\n");
   std::filesystem::current_path("/");
   file.append("two\n");

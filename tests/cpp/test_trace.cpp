@@ -202,9 +202,9 @@ TEST(BoundedFile, MarksItsEndOnceWhoeverWrites) {
 }
 
 TEST(BoundedFile, KnowsWhatItCanAppendTo) {
-  EXPECT_FALSE(BoundedFile(testing::TempDir() + "no/such/folder/file", 10, "", "\n").usable(false));
-  EXPECT_TRUE(BoundedFile("/dev/null", 10, "", "\n").usable(false));
-  EXPECT_FALSE(BoundedFile("/dev/null", 10, "", "\n").usable(true));
+  EXPECT_FALSE(BoundedFile(testing::TempDir() + "no/such/folder/file", 10, "", "\n").begin(false));
+  EXPECT_TRUE(BoundedFile("/dev/null", 10, "", "\n").begin(false));
+  EXPECT_FALSE(BoundedFile("/dev/null", 10, "", "\n").begin(true));
   BoundedFile("/dev/null", 10, "", "\n").append("not bounded, not a file");
 }
 
