@@ -316,8 +316,8 @@ def _is_offloaded(module: nn.Module) -> bool:
 def _require_memory(**inputs: torch.Tensor) -> None:
     if torch._C._are_functorch_transforms_active():
         return  # they are refused, where the operator would take the layer
-    for name, tensor in inputs.items():
-        if isinstance(tensor, torch.Tensor) and not has_memory(tensor):
+    for name, tensor in inputs.items():  # what is elsewhere comes to CPU memory first
+        if isinstance(tensor, torch.Tensor) and tensor.device.type == "cpu" and not has_memory(tensor):
             raise NotUnderstoodError(f"expected {name} as a plain tensor, got {type(tensor).__name__}")
 
 
