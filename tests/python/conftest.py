@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import logging
 import os
+from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -49,3 +52,25 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
 
     monkeypatch.setattr(experts_hook, "sft_moe", counted)
     return seen
+
+
+@pytest.fixture
+def warned(caplog: pytest.LogCaptureFixture) -> Callable[[], list[str]]:
+    """What the library has warned of since, each reason once, whatever came before the test."""
+    from amx_sft_moe.integrations import experts_hook
+
+    for hook in experts_hook._hooks.values():
+        hook._warned.clear()
+    caplog.set_level(logging.WARNING, logger="amx_sft_moe")
+    return lambda: [record.getMessage() for record in caplog.records if record.name == "amx_sft_moe"]
+
+
+@pytest.fixture
+def one_process(tmp_path: Path) -> Iterator[None]:
+    """A process group of this process alone."""
+    from torch import distributed
+
+    store = distributed.FileStore(str(tmp_path / "store"), 1)
+    distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
+    yield
+    distributed.destroy_process_group()

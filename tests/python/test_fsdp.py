@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterator
-from pathlib import Path
+from collections.abc import Callable
 
 import pytest
 import torch
-from torch import distributed, nn
+from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
@@ -16,14 +15,6 @@ from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 from families import family_model
 from models import base_model, batch
 from reference import assert_close
-
-
-@pytest.fixture
-def one_process(tmp_path: Path) -> Iterator[None]:
-    store = distributed.FileStore(str(tmp_path / "store"), 1)
-    distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
-    yield
-    distributed.destroy_process_group()
 
 
 def gpt_oss(implementation: str) -> nn.Module:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import logging
+import threading
 from collections.abc import Callable
 from types import MethodType
 from typing import Any
@@ -12,7 +12,6 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from amx_sft_moe.integrations import experts_hook
 from families import family_model, token_batch
 from reference import one_thread
 
@@ -24,14 +23,6 @@ Attach = Callable[[nn.Module, list[str]], Callable[[], None]]
 def _one_thread() -> Any:
     with one_thread():
         yield
-
-
-@pytest.fixture
-def warned(caplog: pytest.LogCaptureFixture) -> Callable[[], list[str]]:
-    for hook in experts_hook._hooks.values():
-        hook._warned.clear()
-    caplog.set_level(logging.WARNING, logger="amx_sft_moe")
-    return lambda: [r.getMessage() for r in caplog.records if r.name == "amx_sft_moe"]
 
 
 def one_layer(implementation: str) -> nn.Module:
@@ -147,3 +138,55 @@ def test_hooks_on_a_compiled_graphs_activation_are_noticed() -> None:
     act_fn_of(model).register_forward_hook(lambda m, i, y: y / 2)
     with pytest.raises(StateError, match="changed since it was compiled: expected act_fn without hooks"):
         compiled(x, ids, weights)
+
+
+def written_out(gate: Tensor) -> Tensor:
+    return gate * torch.sigmoid(gate)
+
+
+class WrittenOut(nn.Module):
+    """torch compiles no module of its own alone."""
+
+    def forward(self, gate: Tensor) -> Tensor:
+        return written_out(gate)
+
+
+def compiled_module(experts: nn.Module) -> None:
+    experts.act_fn = torch.compile(WrittenOut(), backend="eager")
+
+
+def compiled_in_place(experts: nn.Module) -> None:
+    experts.act_fn = WrittenOut()
+    experts.act_fn.compile(backend="eager")
+
+
+def compiled_function(experts: nn.Module) -> None:
+    del experts.act_fn
+    experts.act_fn = torch.compile(written_out, backend="eager")
+
+
+@pytest.mark.parametrize("make", [compiled_module, compiled_in_place, compiled_function])
+@pytest.mark.parametrize("whole", [False, True], ids=["eager model", "compiled model"])
+def test_compiled_activations_are_no_reason(
+    whole: bool, make: Callable[[nn.Module], None], warned: Callable[[], list[str]]
+) -> None:
+    """Nor does the probe, in its thread, wait for the compilation of the whole, which waits for the probe."""
+    torch.compiler.reset()  # what is compiled already asks for no lock
+    model, ids = one_layer(OURS), token_batch()["input_ids"]
+    with torch.no_grad():
+        wanted = model(ids).logits
+    model = one_layer(OURS)
+    make(model.model.layers[0].mlp.experts)
+    called = torch.compile(model, backend="eager") if whole else model
+    found: list[Tensor] = []
+
+    def call() -> None:
+        with torch.no_grad():
+            found.append(called(ids).logits)
+
+    thread = threading.Thread(target=call, daemon=True)
+    thread.start()
+    thread.join(60)
+    assert found, "no answer in a minute"
+    torch.testing.assert_close(found[0], wanted)
+    assert not warned()

@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import logging
 import warnings
-from collections.abc import Callable, Iterator
-from pathlib import Path
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, distributed, nn
+from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from amx_sft_moe.integrations import experts_hook
 from families import family_model, token_batch
 from reference import one_thread
 
@@ -25,22 +22,6 @@ NAMES = ("gate_up_proj", "down_proj")
 def _one_thread() -> Any:
     with one_thread():
         yield
-
-
-@pytest.fixture
-def one_process(tmp_path: Path) -> Iterator[None]:
-    store = distributed.FileStore(str(tmp_path / "store"), 1)
-    distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
-    yield
-    distributed.destroy_process_group()
-
-
-@pytest.fixture
-def warned(caplog: pytest.LogCaptureFixture) -> Callable[[], list[str]]:
-    for hook in experts_hook._hooks.values():
-        hook._warned.clear()
-    caplog.set_level(logging.WARNING, logger="amx_sft_moe")
-    return lambda: [r.getMessage() for r in caplog.records if r.name == "amx_sft_moe"]
 
 
 def gpt_oss(implementation: str) -> nn.Module:

@@ -3,7 +3,6 @@ torch.func are refused in words of our own."""
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable
 from typing import Any
 
@@ -14,7 +13,6 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 from amx_sft_moe import StateError
-from amx_sft_moe.integrations import experts_hook
 from families import _COMMON, FAMILIES, family_model, token_batch
 from reference import one_thread
 
@@ -26,14 +24,6 @@ BOTH = ("qwen3_moe", "gpt_oss")
 def _one_thread() -> Any:
     with one_thread():
         yield
-
-
-@pytest.fixture
-def warned(caplog: pytest.LogCaptureFixture) -> Callable[[], list[str]]:
-    for hook in experts_hook._hooks.values():
-        hook._warned.clear()
-    caplog.set_level(logging.WARNING, logger="amx_sft_moe")
-    return lambda: [r.getMessage() for r in caplog.records if r.name == "amx_sft_moe"]
 
 
 def fake_model(family: str) -> nn.Module:

@@ -10,7 +10,7 @@ import os
 import re
 import shutil
 import tempfile
-from collections.abc import Container, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -19,6 +19,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
+from amx_sft_moe.adapters.carried import CarriedOver
 from amx_sft_moe.errors import ArgumentError, cause_of
 
 logger = logging.getLogger("amx_sft_moe")
@@ -147,8 +148,10 @@ def replaced_directory(directory: Path, drop: Iterable[str] | None = None) -> It
 
     Args:
         directory: need not exist; its parent is made if need be.
-        drop: an existing directory's entries of these names go, all others stay (as hard links), also those
-            that another process makes meanwhile; ``None``: all go, and a mount point below is an ArgumentError.
+        drop: an existing directory's entries of these names go, all others stay (as hard links), as another
+            process makes, changes or removes them meanwhile; what of its doings cannot be carried over stays in
+            ``NAME.partial-...``, of which a warning tells. ``None``: all go, and a mount point below is an
+            ArgumentError.
     """
     directory = directory.resolve()
     if directory.exists() and not directory.is_dir():
@@ -168,6 +171,7 @@ def replaced_directory(directory: Path, drop: Iterable[str] | None = None) -> It
         )
     place = directory if inside else directory.parent
     work = Path(tempfile.mkdtemp(prefix=f"{directory.name}.partial-", dir=place))
+    stays = False
     try:
         if inside:
             yield work
@@ -178,14 +182,19 @@ def replaced_directory(directory: Path, drop: Iterable[str] | None = None) -> It
         os.chmod(work, directory.stat().st_mode if directory.is_dir() else 0o777 & ~_umask())
         yield work
         written = sorted(path.name for path in work.iterdir())
+        others = None
         if directory.is_dir() and drop is not None:
-            _carry_over(directory, work, {*drop, *written})
+            others = CarriedOver(directory, work, {*drop, *written})
+            others.carry()
         sync(work)
-        _put(work, directory, written, drop)
+        # After an exchange this is the old content.
+        stays = (
+            _put(work, directory, written, drop) and others is not None and not others.settle(work, directory)
+        )
         sync(directory.parent)
     finally:
-        # After an exchange this is the old content.
-        shutil.rmtree(work, ignore_errors=True)
+        if not stays:
+            shutil.rmtree(work, ignore_errors=True)
 
 
 def _umask() -> int:
@@ -199,55 +208,11 @@ def _umask() -> int:
         return mask
 
 
-def _carry_over(source: Path, target: Path, without: Container[str] = ()) -> None:
-    for entry in source.iterdir():
-        if entry.name in without:
-            continue
-        place = target / entry.name
-        try:
-            if _is_folder(entry):
-                place.mkdir()
-                _carry_over(entry, place)
-                shutil.copystat(entry, place)
-            else:
-                _link(entry, place)
-        except FileNotFoundError:
-            if os.path.lexists(entry):
-                raise
-            shutil.rmtree(place, ignore_errors=True)  # removed meanwhile, as a Trainer does old checkpoints
-
-
-def _bring_along(old: Path, new: Path, without: Container[str] = ()) -> None:
-    """Moves what others put into ``old`` after it was carried over to ``new``. Of two files the later stays."""
-    for entry in old.iterdir():
-        place = new / entry.name
-        if entry.name in without:
-            continue
-        if _is_folder(entry) and _is_folder(place):
-            _bring_along(entry, place)
-        elif not os.path.lexists(place) or (not _is_folder(place) and _is_later(entry, place)):
-            os.replace(entry, place)
-
-
-def _is_folder(path: Path) -> bool:
-    return path.is_dir() and not path.is_symlink()
-
-
-def _is_later(one: Path, other: Path) -> bool:
-    return one.lstat().st_mtime_ns > other.lstat().st_mtime_ns
-
-
-def _link(source: Path, target: Path) -> None:
-    try:
-        os.link(source, target, follow_symlinks=False)
-    except OSError:
-        shutil.copy2(source, target, follow_symlinks=False)
-
-
-def _put(work: Path, directory: Path, written: list[str], drop: Iterable[str] | None) -> None:
+def _put(work: Path, directory: Path, written: list[str], drop: Iterable[str] | None) -> bool:
+    """Whether the two have changed places."""
     if not directory.exists():
         os.rename(work, directory)
-        return
+        return False
     try:
         exchange(work, directory)
     except OSError as reason:
@@ -255,9 +220,8 @@ def _put(work: Path, directory: Path, written: list[str], drop: Iterable[str] | 
             raise
         logger.info("%s: replaced file by file (%s)", directory, reason)
         _put_one_by_one(work, directory, written, drop)
-        return
-    if drop is not None:
-        _bring_along(work, directory, {*drop, *written})
+        return False
+    return True
 
 
 def _has_to_stay(directory: Path) -> bool:

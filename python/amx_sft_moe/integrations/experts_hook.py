@@ -135,7 +135,6 @@ class ExpertsHook:
         require_gated(module)
         gate_up, down = base_weight(module, "gate_up_proj"), base_weight(module, "down_proj")
         weights = {"gate_up_proj": gate_up, "down_proj": down}
-        require_kinds(weights)
         gate = gate_of(module)
         require_no_transform()  # before the memory of weights is asked for and laid out
         layout = layout_of(module, gate.interleaved)
@@ -148,6 +147,7 @@ class ExpertsHook:
         if layout.biased:
             require_biases(module, layout, down.shape)
         if found is None:
+            require_kinds(weights)
             require_weights(layout, gate_up, down, hidden)
             # Selective checkpointing counts operations; the second time there are none of these.
             with _disable_current_modes():
@@ -316,8 +316,12 @@ def _is_offloaded(module: nn.Module) -> bool:
 def _require_memory(**inputs: torch.Tensor) -> None:
     if torch._C._are_functorch_transforms_active():
         return  # they are refused, where the operator would take the layer
-    for name, tensor in inputs.items():  # what is elsewhere comes to CPU memory first
-        if isinstance(tensor, torch.Tensor) and tensor.device.type == "cpu" and not has_memory(tensor):
+    for name, tensor in inputs.items():
+        if type(tensor) is torch.Tensor or not isinstance(tensor, torch.Tensor):
+            continue
+        if tensor.device.type == "cpu" and not has_memory(
+            tensor
+        ):  # what is elsewhere comes to CPU memory first
             raise NotUnderstoodError(f"expected {name} as a plain tensor, got {type(tensor).__name__}")
 
 

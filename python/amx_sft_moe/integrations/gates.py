@@ -65,7 +65,8 @@ def gate_of(module: nn.Module) -> Gate:
 
     Raises:
         NotUnderstoodError: it is none that the operator knows, or a part of the module that it calls, such as
-            ``act_fn``, has hooks: whoever put them there wants them called, and with the model's values.
+            ``act_fn``, has hooks or a forward of its own: whoever put them there wants them called, and with
+            the model's values.
     """
     _require_no_hooks(module)  # in each call and before anything of it is run; it changes nothing that is known
     seen = _what_decides(module)
@@ -92,8 +93,10 @@ def _require_no_hooks(module: nn.Module) -> None:
 
 def _has_own_forward(module: nn.Module) -> bool:
     own = module.__dict__.get("forward")
-    # The package kernels binds the class's own where it has no kernel.
-    return own is not None and getattr(own, "__func__", None) is not type(module).forward
+    # torch.compile's module has one, and the compiled module as a part, which is asked too. The package kernels
+    # binds the class's own where it has no kernel.
+    of_compiled = "_orig_mod" in module._modules
+    return own is not None and not of_compiled and getattr(own, "__func__", None) is not type(module).forward
 
 
 def _what_decides(module: nn.Module) -> tuple[Any, ...]:
@@ -122,7 +125,9 @@ def _weakly(code: Any) -> Any:
 def _recognise(module: nn.Module) -> Gate | str:
     # In a thread of its own, as torch keeps modes by thread. The caller's (no_grad, inference, autocast, hooks
     # on saved tensors, dispatch modes, torch.func) change nothing here and see nothing of it: under
-    # checkpointing what is run and saved must not count, since the second time nothing is probed.
+    # checkpointing what is run and saved must not count, since the second time nothing is probed. Compiled
+    # activations run uncompiled under _Reads, as torch.compile has it in dispatch modes: the thread would wait
+    # for the lock of a compilation that waits for it.
     with ThreadPoolExecutor(1) as without_modes:
         return without_modes.submit(_matching_or_reason, module).result()
 

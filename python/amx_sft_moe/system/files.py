@@ -28,8 +28,9 @@ def read_int(path: Path) -> int | None:
 
 # Where every machine has the same folders: their names are nobody's.
 _EVERYWHERE = re.compile(r"/(?:usr|lib|lib32|lib64|opt|etc|dev|proc|sys|nix|snap)(?:/|$)")
-# In a list as of LD_PRELOAD, which has colons or spaces in it, or in a sentence. Folders may have spaces too.
-_ABSOLUTE = re.compile(r"""(?<![^\s:;,='"])/(?:(?!\s/)[^:;,'"\n])*""")
+# In a list as of LD_PRELOAD, which has colons or spaces in it, behind an option (-L/x), or in a sentence, in
+# brackets say. Folders may have spaces too. A slash within a relative path begins none.
+_ABSOLUTE = re.compile(r"""(?:(?<![\w.~}*+/-])|(?<=-[LI]))/(?:(?!\s(?:-[LI])?/)[^:;,'"\n()\[\]{}<>`])*""")
 _TOKEN = re.compile(r"""[^\s:;,='"]+""")
 
 
