@@ -31,6 +31,7 @@ class CarriedOver:
         """Hard links, or copies where there are none, of what is in ``old``; what vanishes meanwhile is not."""
         for entry in self._entries(self.old, below):
             source, place = self.old / entry, self.new / entry
+            before = _identity(source)
             try:
                 if _is_folder(source):
                     place.mkdir()
@@ -42,7 +43,7 @@ class CarriedOver:
                 if os.path.lexists(source):
                     raise
                 shutil.rmtree(place, ignore_errors=True)  # as a Trainer removes old checkpoints
-            self._seen[entry] = _identity(source), _identity(place)
+            self._seen[entry] = before, _identity(place)
 
     def settle(self, old: Path, new: Path) -> bool:
         """What others did to the old folder since, done to the new one; both have changed places.
