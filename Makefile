@@ -13,6 +13,12 @@ SANITIZED := -DCMAKE_BUILD_TYPE=RelWithDebInfo -DCMAKE_CXX_FLAGS_RELWITHDEBINFO=
 CALLING_THE_OPERATOR := arguments biases hypothesis hypothesis_calls layouts nan numpy operator state transpose
 FUZZ_CALLS ?= 200000
 SUDO := $(shell [ "$$(id -u)" = 0 ] || echo sudo)
+# Programs of .venv, behind the system's, for what is started by name: a fresh Debian has no cmake or ninja of its own.
+export PATH := $(PATH):$(abspath $(BIN))
+CONFIGURE = $(BIN)/cmake -S . -G Ninja -DCMAKE_MAKE_PROGRAM="$(abspath $(BIN))/ninja" -DAMX_SFT_MOE_WARNINGS_AS_ERRORS=ON
+# Else pip would take packages of other folders for those of .venv, or install them there.
+unexport PYTHONPATH
+export PIP_USER := 0
 # The release that the package is tested with. With an index of CPU builds (PIP_EXTRA_INDEX_URL) and
 # TORCH=torch==2.13.0+cpu it comes without gigabytes of CUDA libraries, which are never used.
 TORCH ?= torch==2.13.0
@@ -20,8 +26,9 @@ NVTX_INCLUDE = $(shell $(BIN)/python -c "import nvidia, pathlib; \
   print(next((p.parent.parent for d in nvidia.__path__ for p in pathlib.Path(d).rglob('nvtx3/nvtx3.hpp')), ''))")
 # Without it the AMX tests in Python would be skipped. Absolute paths are quoted: the checkout's may have blanks.
 EMULATOR = $(shell find "$(abspath $(BUILD))" -name libamx_emulator.so 2>/dev/null | head -1)
-# On CPUs without AVX512 the C++ tests run its kernels and, with the emulator, those of AMX in software.
-SOFT_AVX512 = $(shell grep -qw avx512f /proc/cpuinfo || [ ! -e /usr/include/simde/x86/avx512.h ] && echo OFF || echo ON)
+# On CPUs with AVX2 but without AVX512 the C++ tests run its kernels and, with the emulator, those of AMX in software.
+SOFT_AVX512 = $(shell ! grep -qw avx512f /proc/cpuinfo && grep -qw avx2 /proc/cpuinfo && \
+  [ -e /usr/include/simde/x86/avx512.h ] && echo ON || echo OFF)
 # Folders too: theirs is the only date that changes when a source is removed.
 SOURCES := $(shell find cmake include python pyproject.toml CMakeLists.txt -not -name '*.pyc' -not -name __pycache__)
 
@@ -60,7 +67,7 @@ finetune: $(VENV)/installed
 test: test-cpp test-python
 
 test-cpp: $(VENV)/onednn $(VENV)/simde
-	$(BIN)/cmake -S . -B $(BUILD) -G Ninja -DAMX_SFT_MOE_NVTX_INCLUDE="$(NVTX_INCLUDE)" \
+	$(CONFIGURE) -B $(BUILD) -DAMX_SFT_MOE_NVTX_INCLUDE="$(NVTX_INCLUDE)" \
 	  -DAMX_SFT_MOE_SOFT_AVX512=$(SOFT_AVX512)
 	$(BIN)/cmake --build $(BUILD) -j $(JOBS)
 	OMP_WAIT_POLICY=passive $(BIN)/ctest --test-dir $(BUILD) --output-on-failure -j $(JOBS)
@@ -106,7 +113,7 @@ test-hypothesis: $(VENV)/installed
 	OMP_WAIT_POLICY=passive AMX_SFT_MOE_HYPOTHESIS=full $(BIN)/python -m pytest -q $(WORKERS) tests/python/test_hypothesis*.py
 
 asan: $(VENV)/onednn $(VENV)/simde
-	$(BIN)/cmake -S . -B $(BUILD)-asan -G Ninja $(SANITIZED) -DAMX_SFT_MOE_SOFT_AVX512=$(SOFT_AVX512) \
+	$(CONFIGURE) -B $(BUILD)-asan $(SANITIZED) -DAMX_SFT_MOE_SOFT_AVX512=$(SOFT_AVX512) \
 	  -DAMX_SFT_MOE_NVTX_INCLUDE="$(NVTX_INCLUDE)" \
 	  -DAMX_SFT_MOE_SANITIZE=address,undefined -DAMX_SFT_MOE_BENCHMARKS=OFF
 	$(BIN)/cmake --build $(BUILD)-asan -j $(JOBS)
@@ -117,9 +124,10 @@ asan: $(VENV)/onednn $(VENV)/simde
 # its own: CMake would remember the sanitizers for the package that is installed next.
 asan-python: $(VENV)/installed
 	$(BIN)/pip install -q --no-build-isolation --no-deps --upgrade --target $(BUILD)-asan-python . \
-	  -C build-dir=$(BUILD)-asan-python-tree \
-	  -C cmake.build-type=RelWithDebInfo -C cmake.define.CMAKE_CXX_FLAGS_RELWITHDEBINFO="-O1 -g1" \
-	  -C cmake.define.AMX_SFT_MOE_SANITIZE=address,undefined -C cmake.define.AMX_SFT_MOE_ONEDNN=OFF
+	  --config-settings=build-dir=$(BUILD)-asan-python-tree --config-settings=cmake.build-type=RelWithDebInfo \
+	  --config-settings=cmake.define.CMAKE_CXX_FLAGS_RELWITHDEBINFO="-O1 -g1" \
+	  --config-settings=cmake.define.AMX_SFT_MOE_SANITIZE=address,undefined \
+	  --config-settings=cmake.define.AMX_SFT_MOE_ONEDNN=OFF
 	PYTHONPATH="$(abspath $(BUILD)-asan-python)" OMP_WAIT_POLICY=passive ASAN_OPTIONS=detect_leaks=0 \
 	  LD_PRELOAD="$$(g++ -print-file-name=libasan.so) $$(g++ -print-file-name=libubsan.so)" \
 	  $(BIN)/python -m pytest -q $(WORKERS) $(addprefix tests/python/test_,$(addsuffix .py,$(CALLING_THE_OPERATOR)))
@@ -134,7 +142,7 @@ UNDER_TSAN := OMP_WAIT_POLICY=passive OMP_TOOL_LIBRARIES=/usr/lib/llvm-19/lib/li
   TSAN_OPTIONS=ignore_noninstrumented_modules=1
 
 tsan: $(VENV)/clang $(VENV)/simde
-	$(BIN)/cmake -S . -B $(BUILD)-tsan -G Ninja $(SANITIZED) $(CLANG) -DAMX_SFT_MOE_SOFT_AVX512=$(SOFT_AVX512) \
+	$(CONFIGURE) -B $(BUILD)-tsan $(SANITIZED) $(CLANG) -DAMX_SFT_MOE_SOFT_AVX512=$(SOFT_AVX512) \
 	  -DAMX_SFT_MOE_NVTX_INCLUDE="$(NVTX_INCLUDE)" \
 	  -DAMX_SFT_MOE_SANITIZE=thread -DAMX_SFT_MOE_ONEDNN=OFF -DAMX_SFT_MOE_BENCHMARKS=OFF -DAMX_SFT_MOE_EXAMPLES=OFF
 	$(BIN)/cmake --build $(BUILD)-tsan -j $(JOBS)
@@ -146,7 +154,7 @@ tsan: $(VENV)/clang $(VENV)/simde
 	  $(UNDER_TSAN) $(BIN)/ctest --test-dir $(BUILD)-tsan --output-on-failure -j $(JOBS) -R '$(LONG_UNDER_TSAN)'
 
 fuzz: $(VENV)/clang $(VENV)/simde
-	$(BIN)/cmake -S . -B $(BUILD)-fuzz -G Ninja -DCMAKE_BUILD_TYPE=Release $(CLANG) -DAMX_SFT_MOE_FUZZERS=ON \
+	$(CONFIGURE) -B $(BUILD)-fuzz -DCMAKE_BUILD_TYPE=Release $(CLANG) -DAMX_SFT_MOE_FUZZERS=ON \
 	  -DAMX_SFT_MOE_SOFT_AVX512=$(SOFT_AVX512) \
 	  -DAMX_SFT_MOE_ONEDNN=OFF -DAMX_SFT_MOE_BENCHMARKS=OFF -DAMX_SFT_MOE_EXAMPLES=OFF
 	$(BIN)/cmake --build $(BUILD)-fuzz -j $(JOBS) --target operator_fuzzer
@@ -157,7 +165,7 @@ fuzz: $(VENV)/clang $(VENV)/simde
 # Which lines are reached does not depend on a case's numbers: of the long programs a twelfth is run.
 coverage: $(VENV)/onednn $(VENV)/simde
 	$(BIN)/pip install -q gcovr
-	$(BIN)/cmake -S . -B $(BUILD)-coverage -G Ninja -DCMAKE_BUILD_TYPE=Debug -DCMAKE_CXX_FLAGS="--coverage -O1" \
+	$(CONFIGURE) -B $(BUILD)-coverage -DCMAKE_BUILD_TYPE=Debug -DCMAKE_CXX_FLAGS="--coverage -O1" \
 	  -DAMX_SFT_MOE_SOFT_AVX512=$(SOFT_AVX512) \
 	  -DAMX_SFT_MOE_NVTX_INCLUDE="$(NVTX_INCLUDE)" -DAMX_SFT_MOE_BENCHMARKS=OFF
 	$(BIN)/cmake --build $(BUILD)-coverage -j $(JOBS)
@@ -172,7 +180,7 @@ mutation: $(VENV)/onednn $(VENV)/simde
 	PATH="$(abspath $(BIN)):$$PATH" $(BIN)/python tests/mutation/mutate.py $(BUILD)-mutation $(ARGS)
 
 define run_labelled_test
-$(BIN)/cmake -S . -B $(BUILD) -G Ninja -DAMX_SFT_MOE_NVTX_INCLUDE="$(NVTX_INCLUDE)"
+$(CONFIGURE) -B $(BUILD) -DAMX_SFT_MOE_NVTX_INCLUDE="$(NVTX_INCLUDE)"
 AMX_SFT_MOE_REQUIRE_ALL="$(REQUIRE_ALL)" $(BIN)/ctest --test-dir $(BUILD) -C full -L $@ --verbose
 endef
 
@@ -201,21 +209,21 @@ qemu: $(VENV)/tools
 	$(run_labelled_test)
 
 bench: $(VENV)/tools
-	$(BIN)/cmake -S . -B $(BUILD) -G Ninja -DAMX_SFT_MOE_NVTX_INCLUDE="$(NVTX_INCLUDE)"
+	$(CONFIGURE) -B $(BUILD) -DAMX_SFT_MOE_NVTX_INCLUDE="$(NVTX_INCLUDE)"
 	$(BIN)/cmake --build $(BUILD) -j $(JOBS) --target bench_gemm bench_step
 	$(BUILD)/benchmarks/bench_gemm
 	$(BUILD)/benchmarks/bench_step
 
 # What no test of `make test` needs, so that it is not compiled for it.
 bench-builds: $(VENV)/tools
-	$(BIN)/cmake -S . -B $(BUILD) -G Ninja -DAMX_SFT_MOE_NVTX_INCLUDE="$(NVTX_INCLUDE)"
+	$(CONFIGURE) -B $(BUILD) -DAMX_SFT_MOE_NVTX_INCLUDE="$(NVTX_INCLUDE)"
 	$(BIN)/cmake --build $(BUILD) -j $(JOBS) --target bench_gemm bench_step recorder_cost bench_forms_library bench_step_library
 	$(BIN)/ctest --test-dir $(BUILD) -C full -R bench_refusals --output-on-failure --no-tests=error
 
 lint: $(VENV)/tools types
 	$(BIN)/ruff check python tests benchmarks examples
 	$(BIN)/ruff format --check python tests benchmarks examples
-	git ls-files '*.hpp' '*.cpp' | xargs $(BIN)/clang-format --dry-run --Werror
+	find include python examples tests benchmarks -name '*.[ch]pp' -print0 | xargs -0 $(BIN)/clang-format --dry-run --Werror
 
 types: $(VENV)/packages
 	$(BIN)/mypy
@@ -252,7 +260,8 @@ $(VENV)/clang: $(VENV)/tools
 $(VENV)/onednn: $(VENV)/tools
 	@if [ ! -f /usr/include/dnnl.hpp ]; then \
 	  echo "installing libdnnl-dev by apt"; \
-	  $(SUDO) apt-get update -q && $(SUDO) env DEBIAN_FRONTEND=noninteractive apt-get install -y -q libdnnl-dev || true; \
+	  $(SUDO) apt-get update -q && $(SUDO) env DEBIAN_FRONTEND=noninteractive apt-get install -y -q libdnnl-dev || \
+	    echo "left out: kernel onednn and its tests; to try again: rm $@" >&2; \
 	fi
 	@touch $@
 
@@ -260,12 +269,14 @@ $(VENV)/onednn: $(VENV)/tools
 $(VENV)/simde: $(VENV)/tools
 	@if ! grep -qw avx512f /proc/cpuinfo && [ ! -e /usr/include/simde/x86/avx512.h ]; then \
 	  echo "installing libsimde-dev by apt"; \
-	  $(SUDO) apt-get update -q && $(SUDO) env DEBIAN_FRONTEND=noninteractive apt-get install -y -q libsimde-dev || true; \
+	  $(SUDO) apt-get update -q && $(SUDO) env DEBIAN_FRONTEND=noninteractive apt-get install -y -q libsimde-dev || \
+	    echo "left out: tests of the kernels of AVX512 and AMX; to try again: rm $@" >&2; \
 	fi
 	@touch $@
 
 # Compiler, Python headers, GoogleTest: only where they are missing.
 $(VENV)/system:
+	@[ "$$(uname -m)" = x86_64 ] || { echo "expected an x86-64 machine, got $$(uname -m)" >&2; exit 1; }
 	@if ! command -v g++ >/dev/null || [ ! -d /usr/src/googletest ] || ! $(PYTHON) -c \
 	    'import ensurepip, os, sysconfig; assert os.path.exists(sysconfig.get_path("include") + "/Python.h")' \
 	    2>/dev/null; then \
@@ -277,7 +288,7 @@ $(VENV)/system:
 	@touch $@
 
 $(VENV)/tools: $(VENV)/system Makefile
-	$(BIN)/pip install -q cmake ninja nvidia-nvtx ruff clang-format==16.0.6 'mypy==2.4.*' pybind11 scikit-build-core
+	$(BIN)/pip install -q 'cmake<5' ninja nvidia-nvtx 'ruff==0.17.*' clang-format==16.0.6 'mypy==2.4.*' pybind11 scikit-build-core
 	@touch $@
 
 $(VENV)/packages: $(VENV)/tools pyproject.toml Makefile
@@ -290,7 +301,8 @@ $(VENV)/packages: $(VENV)/tools pyproject.toml Makefile
 # The package itself, built once for all instruction sets; built again when a source changes. After oneDNN, without
 # which it has no kernel onednn.
 $(VENV)/installed: $(VENV)/packages $(VENV)/onednn $(SOURCES)
-	$(BIN)/pip install -q --no-build-isolation --no-deps .
+	CMAKE_BUILD_PARALLEL_LEVEL=$(JOBS) $(BIN)/pip install -q --no-build-isolation --no-deps \
+	  --config-settings=cmake.define.AMX_SFT_MOE_WARNINGS_AS_ERRORS=ON .
 	@touch $@
 
 clean:

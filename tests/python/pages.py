@@ -159,7 +159,9 @@ class Folder:
         for name in ("amx-sft-moe", "installed", "main.cpp"):
             (self._path / source / name).symlink_to(self._path / name)
         (self._path / source / "CMakeLists.txt").write_text(_PROJECT + block.code)
-        fetched = f"-DFETCHCONTENT_SOURCE_DIR_AMX_SFT_MOE={ROOT}" if "FetchContent" in block.code else ""
+        fetched = (
+            shlex.quote(f"-DFETCHCONTENT_SOURCE_DIR_AMX_SFT_MOE={ROOT}") if "FetchContent" in block.code else ""
+        )
         self._call(f"cmake -S {source} -B {source}/build {fetched}", str(block))
 
     def _call(self, script: str, where: str = "") -> None:

@@ -4,6 +4,9 @@
 // again.
 #ifndef AMX_SFT_MOE_NAMESPACE_BEGIN
 
+#if !defined(__x86_64__)
+#error "amx_sft_moe is for x86-64"
+#endif
 #if __cplusplus < 202002L
 #error "amx_sft_moe is C++20: compile with -std=c++20 or later"
 #endif
