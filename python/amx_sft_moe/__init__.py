@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 from amx_sft_moe._version import __version__
 from amx_sft_moe.errors import ArgumentError, KernelError, StateError
 from amx_sft_moe.info import info
+from amx_sft_moe.kept_memory import empty_cache, kept_memory
 from amx_sft_moe.sft_moe import Gradients, SftMoe, Workspace
 
 if TYPE_CHECKING:
@@ -40,10 +41,12 @@ __all__ = [
     "Workspace",
     "__version__",
     "adapters",
+    "empty_cache",
     "get_cmake_dir",
     "get_include",
     "info",
     "keep_experts_on_cpu",
+    "kept_memory",
     "load_model",
     "nn",
     "prepare",

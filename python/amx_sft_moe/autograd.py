@@ -365,11 +365,7 @@ def laid_out_like(
         return laid_out_like(factor.transpose(1, 2), grad.transpose(1, 2), operator).transpose(1, 2)
     experts, rows, cols = factor.shape
     matrix = grad.reshape(experts, rows * cols)
-    if operator is None:
-        turned = matrix.t().contiguous()
-    else:
-        turned = matrix.new_empty(rows * cols, experts)
-        operator.transpose(matrix, turned)
+    turned = matrix.t().contiguous() if operator is None else operator.transpose(matrix, None)
     return turned.view(rows, cols, experts).permute(2, 0, 1)
 
 

@@ -5,6 +5,7 @@
 #include <pybind11/stl.h>
 
 #include "info.hpp"
+#include "kept_memory.hpp"
 #include "machine.hpp"
 #include "operator.hpp"
 #include "text.hpp"
@@ -150,6 +151,17 @@ void bind_operator(py::module_& m) {
       .def_property_readonly("weight_dtype", &Operator::weight_dtype);
 }
 
+void bind_kept_memory(py::module_& m) {
+  m.def("kept_memory", [] {
+    const auto usage = amx_sft_moe::python::kept_memory()->usage();
+    py::dict result;
+    result["in_use_bytes"] = usage.in_use_bytes;
+    result["idle_bytes"] = usage.idle_bytes;
+    return result;
+  });
+  m.def("release_kept_memory", [] { return amx_sft_moe::python::kept_memory()->release(); });
+}
+
 }  // namespace
 
 PYBIND11_MODULE(_core, m) {
@@ -158,6 +170,7 @@ PYBIND11_MODULE(_core, m) {
   register_errors();
   bind_operator(m);
   amx_sft_moe::python::bind_machine(m);
+  bind_kept_memory(m);
   m.def("phase_groups", &amx_sft_moe::python::phase_groups);
   m.def("info", &amx_sft_moe::python::info, py::arg("provider"));
   m.def("available_cpus", &amx_sft_moe::python::available_cpus);

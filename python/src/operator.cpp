@@ -9,6 +9,21 @@
 #include "transpose.hpp"
 
 namespace amx_sft_moe::python {
+namespace {
+
+// Gradients of parameters live from a backward to the optimizer's step; that of x is one more activation.
+ResultMemory memory_of(std::size_t gradient) {
+  return gradient == kGradX ? ResultMemory::kOfFramework : ResultMemory::kKept;
+}
+
+Tensor transposed_like(const Tensor& matrix) {
+  require_float(matrix, "source");
+  require_shape(matrix, "source", {kAnyExtent, kAnyExtent});
+  return allocate(matrix.family, matrix.dtype(), {matrix.shape[1], matrix.shape[0]}, "target",
+                  ResultMemory::kKept);
+}
+
+}  // namespace
 
 Guard::Guard(std::atomic_flag& in_use, std::string_view call) : in_use_(in_use) {
   if (in_use_.test_and_set(std::memory_order_acquire)) {
@@ -75,7 +90,8 @@ py::object Operator::forward_sft(py::handle x, py::handle expert_ids, py::handle
   AnySftMoe& moe = ready();
   const InputTensors in(x, expert_ids, routing_weights, config_);
   const ParameterTensors parameters(parameters_, config_, lora_);
-  const Tensor y = out.is_none() ? allocate(in.x.family, in.x.dtype(), {in.tokens(), config_.hidden_size}, "y")
+  const Tensor y = out.is_none() ? allocate(in.x.family, in.x.dtype(), {in.tokens(), config_.hidden_size}, "y",
+                                            ResultMemory::kOfFramework)
                                  : read_tensor(out, "out");
   const AnyMatrix y_view = output_matrix(y, "out", in.tokens(), config_.hidden_size);
   entries_.reserve(entries_.size() + 1);  // nothing may fail once the library has saved its part
@@ -122,7 +138,7 @@ py::dict Operator::backward(py::handle grad_y_object, bool accumulate, float sca
           concat("accumulate: expected out to hold ", name,
                  ", the tensor that this gradient is added to, got none (skip it if not wanted)"));
     }
-    const Tensor made = allocate(grad_y.family, dtype, shape, name);
+    const Tensor made = allocate(grad_y.family, dtype, shape, name, memory_of(slot));
     results[key] = made.owner;
     return made;
   };
@@ -147,13 +163,15 @@ py::tuple Operator::forward_saved(py::handle x, py::handle expert_ids, py::handl
   const InputTensors in(x, expert_ids, routing_weights, config_);
   const ParameterObjects objects{lora, biases};
   const ParameterTensors parameters(objects, config_, lora_);
-  const Tensor y = allocate(in.x.family, in.x.dtype(), {in.tokens(), config_.hidden_size}, "y");
+  const Tensor y =
+      allocate(in.x.family, in.x.dtype(), {in.tokens(), config_.hidden_size}, "y", ResultMemory::kOfFramework);
   const AnyMatrix y_view = output_matrix(y, "y", in.tokens(), config_.hidden_size);
   std::optional<Tensor> saved;
   AnySavedActivations saved_views;
   if (save) {
     const SavedLayout layout(moe, parameters.lora.views, in.routing.routed_rows(config_));
-    saved = allocate(in.x.family, layout.dtype(), {layout.elements()}, "saved activations");
+    saved =
+        allocate(in.x.family, layout.dtype(), {layout.elements()}, "saved activations", ResultMemory::kKept);
     saved_views = layout.views(saved->data);
   }
   run(parameters, [&] {
@@ -189,7 +207,7 @@ py::tuple Operator::backward_saved(py::handle x, py::handle expert_ids, py::hand
   const auto source = [&](std::size_t slot, std::string_view name, DType dtype,
                           std::initializer_list<index_t> shape) -> std::optional<Tensor> {
     if (!needs[slot]) return std::nullopt;
-    const Tensor target = given[slot].is_none() ? allocate(grad_y.family, dtype, shape, name)
+    const Tensor target = given[slot].is_none() ? allocate(grad_y.family, dtype, shape, name, memory_of(slot))
                                                 : read_tensor(given[slot], concat("out.", name));
     results[slot] = target.owner;
     return target;
@@ -255,8 +273,11 @@ void Operator::set_name(const std::string& name) {
   config_.name = name;
 }
 
-void Operator::transpose(py::handle source, py::handle target) const {
-  python::transpose(read_tensor(source, "source"), read_tensor(target, "target"), threads_of(config_));
+py::object Operator::transpose(py::handle source, py::handle target) const {
+  const Tensor from = read_tensor(source, "source");
+  const Tensor to = target.is_none() ? transposed_like(from) : read_tensor(target, "target");
+  python::transpose(from, to, threads_of(config_));
+  return to.owner;
 }
 
 py::dict Operator::memory() {

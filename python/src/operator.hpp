@@ -64,8 +64,9 @@ class Operator {
                            const std::array<bool, kGradientCount>& needs,
                            const std::array<py::object, kGradientCount>& given);
 
-  // target [cols, rows] = source [rows, cols] transposed, by as many threads as a call has.
-  void transpose(py::handle source, py::handle target) const;
+  // target [cols, rows] = source [rows, cols] transposed, by as many threads as a call has; a new tensor of the same kind where
+  // it is None. Returns it.
+  py::object transpose(py::handle source, py::handle target) const;
 
   void clear();
   index_t saved_depth();
