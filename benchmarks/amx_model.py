@@ -186,7 +186,7 @@ def print_counts(tasks: TaskList) -> None:
             if products:
                 print(
                     f"| {region.name}: {phase['name']} | {products:,} | {phase['tileloadd']:,} "
-                    f"| {phase['tileloadd'] / products:.2f} | {phase['ldtilecfg'] / len(region.tasks):.2f} |"
+                    f"| {phase['tileloadd'] / products:.2f} | {phase['ldtilecfg'] / region.counted_tasks:.2f} |"
                 )
     print()
 

@@ -4,8 +4,10 @@
                                [--threads 2] [--peers ours,torch-grouped,torch-loop,kt-bf16,kt-int8] [--check]
                                [--base-weights]
 
-All candidates live in one process, on as many CPUs as `--threads` says where the machine has more (kt-kernel
-would use one more: its calling thread beside that many workers), and take turns. Each turn begins with a pause,
+All candidates live in one process, on as many CPUs as `--threads` says where the machine has more, and take
+turns. kt-kernel computes with as many threads as it is told, while the one that called waits for them in a loop
+without a pause: told as many as there are CPUs, these share them with that one. `kt-bf16-spared` is told one
+fewer, so that each of its threads has a CPU. Each turn begins with a pause,
 in which the threads of the one before stop spinning, and a run that does not count, so that everybody finds
 their own caches warm and threads awake; then come runs of 20 ms in all, or one that takes longer, whose median
 is the turn's figure. Prints a table of medians in ms and the step's ratio to the first candidate, then one JSON
@@ -22,9 +24,8 @@ Weights lie in the pages that torch's allocator gets: huge ones with THP_MEM_ALL
 command, or where the system always gives such; the table says in which. kt-kernel has copies in its own memory.
 
 `ours-KERNEL` picks a kernel. Like kt-kernel, `ours` writes gradients into the same tensors in every step
-(`out=`); `ours-fresh` allocates them anew, as torch does: at few tokens the page faults of 34 MB of gradients
-for 128 experts show. kt-kernel is optional: `pip install --no-deps kt-kernel==0.7.2 gguf`; a peer that is not
-installed is left out and said so.
+(`out=`); `ours-fresh` returns new ones, as torch does and as its users have them. kt-kernel is optional:
+`pip install --no-deps kt-kernel==0.7.2 gguf`; a peer that is not installed is left out and said so.
 """
 
 from __future__ import annotations
@@ -34,17 +35,15 @@ import copy
 import importlib.util
 import json
 import os
-import re
 import statistics
 import sys
 import time
 from collections.abc import Callable
-from contextlib import suppress
 from dataclasses import dataclass, field
-from pathlib import Path
 
 import torch
 import torch.nn.functional as F
+from this_machine import cpus_for, huge_pages_share, last_level_cache
 from whole_numbers import positive
 
 RANK, ALPHA = 16, 32.0
@@ -125,32 +124,6 @@ class Problem:
         return 2.0 * len(self.ids.unique()) * 3 * self.hidden * self.intermediate
 
 
-def cpus_for(threads: int, allowed: set[int], root: Path = Path("/sys/devices/system/cpu")) -> set[int]:
-    """As many of the allowed CPUs, of different cores as far as there are such and the system says so."""
-    taken: set[str] = set()
-    firsts, others = [], []
-    for cpu in sorted(allowed):
-        siblings = str(cpu)
-        with suppress(OSError):
-            siblings = (root / f"cpu{cpu}/topology/thread_siblings_list").read_text().strip()
-        (others if siblings in taken else firsts).append(cpu)
-        taken.add(siblings)
-    return set((firsts + others)[:threads])
-
-
-def huge_pages_share(tensor: torch.Tensor) -> float:
-    """Of the mapping that holds the tensor, how much is in huge pages; 0 where the system does not say."""
-    size, inside = 0, False
-    with suppress(OSError), open("/proc/self/smaps", encoding="utf-8") as mappings:
-        for line in mappings:
-            if bounds := re.match(r"([0-9a-f]+)-([0-9a-f]+) ", line):
-                begin, end = (int(bound, 16) for bound in bounds.groups())
-                inside, size = begin <= tensor.data_ptr() < end, end - begin
-            elif inside and line.startswith("AnonHugePages:"):
-                return int(line.split()[1]) * 1024 / size
-    return 0.0
-
-
 @dataclass
 class Limits:
     """What the machine can do: GFLOP/s of its fastest instruction, GB/s read from memory."""
@@ -162,7 +135,7 @@ class Limits:
         """Measures again; the better value counts, since what a shared machine loses comes back."""
         from amx_sft_moe import _core
 
-        found = _core.measure_machine(threads, 1 << 29)
+        found = _core.measure_machine(threads, max(1 << 29, 4 * last_level_cache()))
         self.peak = max(self.peak, *found["instructions"].values())
         self.bandwidth = max(self.bandwidth, found["bandwidth"])
 
@@ -211,7 +184,11 @@ class Ours:
 
 class Torch:
     """`grouped`: torch._grouped_mm per projection over rows sorted by expert. `loop`: one F.linear per expert,
-    as transformers does it in eager mode. LoRA unmerged, as in PEFT. With `-fp32` behind it, all in fp32."""
+    as transformers does it in eager mode. LoRA unmerged, as in PEFT. With `-fp32` behind it, all in fp32.
+
+    The loop takes its experts from one unbind() of each tensor, whose backward stacks their gradients. Indexing
+    would make a gradient of all experts, zeros, for each of them.
+    """
 
     MODES = ("grouped", "loop")
 
@@ -223,8 +200,8 @@ class Torch:
         self.base = {k: v.detach().requires_grad_(problem.base_gradients) for k, v in problem.base.items()}
 
     def adapted(self, x: torch.Tensor, name: str, product: Callable) -> torch.Tensor:
-        a, b = self.lora[f"{name}_lora_a"], self.lora[f"{name}_lora_b"]
-        return product(x, self.base[name]) + ALPHA / RANK * product(product(x, a), b)
+        lora = product(product(x, f"{name}_lora_a"), f"{name}_lora_b")
+        return product(x, name) + ALPHA / RANK * lora
 
     def experts(self, x: torch.Tensor, product: Callable) -> torch.Tensor:
         h = F.silu(self.adapted(x, "gate", product)) * self.adapted(x, "up", product)
@@ -238,13 +215,17 @@ class Torch:
         token = order // p.top_k
         counts = torch.bincount(flat, minlength=p.experts)
         rows = self.x[token]
+        weights = self.base | self.lora
         if self.mode == "grouped":
             ends = counts.cumsum(0).to(torch.int32)
-            y = self.experts(rows, lambda a, w: torch._grouped_mm(a, w.transpose(-2, -1), offs=ends))
+            y = self.experts(rows, lambda a, n: torch._grouped_mm(a, weights[n].transpose(-2, -1), offs=ends))
         else:
+            of_expert = {name: tensor.unbind() for name, tensor in weights.items()}
             parts = rows.split(counts.tolist())
             active = [e for e, part in enumerate(parts) if part.shape[0] > 0]
-            y = torch.cat([self.experts(parts[e], lambda a, w, e=e: F.linear(a, w[e])) for e in active])
+            y = torch.cat(
+                [self.experts(parts[e], lambda a, n, e=e: F.linear(a, of_expert[n][e])) for e in active]
+            )
         y = y * self.w.flatten()[order].unsqueeze(1).to(y.dtype)
         self.y = torch.zeros(p.tokens, p.hidden, dtype=y.dtype).index_add(0, token, y)
         return self.y
@@ -261,16 +242,20 @@ class NotHereError(RuntimeError):
 
 
 class KtKernel:
-    """kt-kernel's operator; without AMX it runs its AVX512 code."""
+    """kt-kernel's operator; without AMX it runs its AVX512 code. With `-spared` behind the weights it is told
+    one thread fewer than there are."""
 
     CLASSES = {"bf16": "AMXBF16_SFT_MOE", "int8": "AMXInt8_SFT_MOE", "int4": "AMXInt4_SFT_MOE"}
+    SPARED = "-spared"
 
     def __init__(self, problem: Problem, weights: str) -> None:
         from kt_kernel import kt_kernel_ext as ext
 
         p = self.problem = problem
+        threads = max(p.threads - weights.endswith(self.SPARED), 1)
+        weights = weights.removesuffix(self.SPARED)
         pool = ext.WorkerPoolConfig()
-        pool.subpool_count, pool.subpool_numa_map, pool.subpool_thread_count = 1, [0], [p.threads]
+        pool.subpool_count, pool.subpool_numa_map, pool.subpool_thread_count = 1, [0], [threads]
         self.pool = ext.CPUInfer(pool)
         self.expert_map = torch.arange(p.experts, dtype=torch.int64)
         config = ext.moe.MOESFTConfig(p.experts, p.top_k, p.hidden, p.intermediate)
@@ -315,7 +300,8 @@ def known_peers() -> list[str]:
 
     kernels = dict.fromkeys(f"ours-{kernel['name']}" for kernel in amx_sft_moe.info()["kernels"])
     torch_ones = [f"torch-{mode}{dtype}" for mode in Torch.MODES for dtype in ("", "-fp32")]
-    return ["ours", "ours-fresh", *kernels, *torch_ones, *(f"kt-{weights}" for weights in KtKernel.CLASSES)]
+    kt = [f"kt-{weights}{spared}" for weights in KtKernel.CLASSES for spared in ("", KtKernel.SPARED)]
+    return ["ours", "ours-fresh", *kernels, *torch_ones, *kt]
 
 
 def build(name: str, problem: Problem) -> Ours | Torch | KtKernel:
@@ -413,6 +399,8 @@ def main() -> None:
             peers[name] = build(name, problem)
         except NotHereError as reason:
             print(f"{name}: left out, {reason}", file=sys.stderr)
+    if not peers:
+        parser.error(f"argument --peers: expected one that is here, got {args.peers}")
     names = list(peers)
     times, results = measure(peers, args.iterations)
     limits.measure(args.threads)

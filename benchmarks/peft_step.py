@@ -67,7 +67,11 @@ class Layer(nn.Module):
 
 
 class Factored(nn.Module):
-    """The same function without PEFT. Weights [E, 2I, H] and [E, H, I]; A [E, r, in], B [E, out, r]."""
+    """The same function without PEFT. Weights [E, 2I, H] and [E, H, I]; A [E, r, in], B [E, out, r].
+
+    `loop` takes its experts from one unbind() of each tensor: indexing would make a gradient of all experts,
+    zeros, for each of them.
+    """
 
     def __init__(self, sizes: dict[str, int], mode: str) -> None:
         super().__init__()
@@ -90,12 +94,15 @@ class Factored(nn.Module):
         rows = x[token]  # [S, H]
         if self.mode == "grouped":
             ends = counts.cumsum(0).to(torch.int32)
-            y = self._experts(rows, lambda a, w: torch._grouped_mm(a, w.transpose(-2, -1), offs=ends))
+            y = self._experts(
+                rows, lambda a, n: torch._grouped_mm(a, self.get_parameter(n).transpose(-2, -1), offs=ends)
+            )
         else:
+            of_expert = {name: tensor.unbind() for name, tensor in self.named_parameters()}
             parts = rows.split(counts.tolist())
             y = torch.cat(
                 [
-                    self._experts(part, lambda a, w, e=e: F.linear(a, w[e]))
+                    self._experts(part, lambda a, n, e=e: F.linear(a, of_expert[n][e]))
                     for e, part in enumerate(parts)
                     if part.shape[0] > 0
                 ]
@@ -105,10 +112,10 @@ class Factored(nn.Module):
 
     def _experts(self, rows: torch.Tensor, product: Callable[..., torch.Tensor]) -> torch.Tensor:
         scaling = 2.0  # alpha = 2 r, as below
-        lora = product(product(rows, self.gate_up_a), self.gate_up_b)
-        gate, up = (product(rows, self.gate_up_proj) + scaling * lora).chunk(2, dim=-1)
+        lora = product(product(rows, "gate_up_a"), "gate_up_b")
+        gate, up = (product(rows, "gate_up_proj") + scaling * lora).chunk(2, dim=-1)
         h = F.silu(gate) * up
-        return product(h, self.down_proj) + scaling * product(product(h, self.down_a), self.down_b)
+        return product(h, "down_proj") + scaling * product(product(h, "down_a"), "down_b")
 
 
 def build(name: str, sizes: dict[str, int]) -> nn.Module:

@@ -46,10 +46,12 @@ class Task(NamedTuple):
 
 @dataclass(frozen=True)
 class Region:
-    """One parallel region. ``phases``: counted instructions and time on one thread, by phase."""
+    """One parallel region. ``phases``: counted instructions and time of ``counted_tasks`` on one thread, by
+    phase."""
 
     name: str
     serial_ns: int  # of the calling thread before its first task: making the list, waking the team
+    counted_tasks: int
     phases: list[dict[str, Any]]
     tasks: list[Task]
 
@@ -76,7 +78,7 @@ class TaskList:
     def parse(cls, text: str) -> TaskList:
         fields = json.loads(text)
         regions = [
-            Region(r["name"], r["serial_ns"], r["phases"], [Task(*t) for t in r["tasks"]])
+            Region(r["name"], r["serial_ns"], r["counted_tasks"], r["phases"], [Task(*t) for t in r["tasks"]])
             for r in fields.pop("regions")
         ]
         return cls(regions=regions, **fields)

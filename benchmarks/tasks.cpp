@@ -5,7 +5,8 @@
 //   bench_tasks check                                          lists against profile/work.hpp, counts against the
 //                                                              emulator; fails where they differ
 //
-// The list is that of an operator with THREADS threads; counts and times are those of one thread. SHAPE is one of
+// The list is that of an operator with THREADS threads; counts and times are those of one thread, whose list is mostly
+// shorter ("counted_tasks"): what it takes to make one is scaled by their lengths. SHAPE is one of
 // bench_step's. KERNEL amx_bf16_counted has the lists and the vector work of amx_bf16 and counts its tile
 // instructions. The lists need no weights: all experts share one's memory.
 #include <cstring>
@@ -127,7 +128,10 @@ void print_list(const LayerShape& shape, index_t tokens, std::string_view spread
   for (std::size_t r = 0; r < step.regions.size(); ++r) {
     const std::string_view name = step.regions[r].name;
     std::printf("%s\n{\"name\": \"%.*s\", ", r == 0 ? "" : ",", static_cast<int>(name.size()), name.data());
-    print_integer("serial_ns", serial.region[r]);
+    const auto counted = static_cast<std::int64_t>(step.regions[r].tasks.size());
+    const auto tasks = static_cast<std::int64_t>(listed.regions[r].tasks.size());
+    print_integer("serial_ns", counted == 0 ? serial.region[r] : serial.region[r] * tasks / counted);
+    print_integer("counted_tasks", counted);
     print_phases(step, r);
     print_tasks(listed.regions[r]);
     std::printf("}");

@@ -14,6 +14,7 @@ from amx_sft_moe.system import machine
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks"))
 
 import peers
+import this_machine
 
 BYTES = 16 << 20
 
@@ -28,7 +29,7 @@ def tensor_in_pages(advice: int) -> torch.Tensor:
 
 
 def test_small_pages() -> None:
-    assert peers.huge_pages_share(tensor_in_pages(mmap.MADV_NOHUGEPAGE)) == 0
+    assert this_machine.huge_pages_share(tensor_in_pages(mmap.MADV_NOHUGEPAGE)) == 0
 
 
 @pytest.mark.skipif(machine.huge_pages()["transparent"] not in ("madvise", "always"), reason="turned off here")
@@ -36,7 +37,7 @@ def test_huge_pages() -> None:
     tensor = tensor_in_pages(mmap.MADV_HUGEPAGE)
     if "AnonHugePages:         0 kB" in Path("/proc/self/smaps_rollup").read_text(encoding="utf-8"):
         pytest.skip("the system has none left")
-    assert 0 < peers.huge_pages_share(tensor) <= 1  # a mapping's ends rarely are whole ones
+    assert 0 < this_machine.huge_pages_share(tensor) <= 1  # a mapping's ends rarely are whole ones
 
 
 @pytest.mark.parametrize(
@@ -54,11 +55,11 @@ def test_cpus(siblings: list[str | None], threads: int, expected: set[int], tmp_
         if list_of_cpu is not None:
             (tmp_path / f"cpu{cpu}/topology").mkdir(parents=True)
             (tmp_path / f"cpu{cpu}/topology/thread_siblings_list").write_text(f"{list_of_cpu}\n")
-    assert peers.cpus_for(threads, {0, 1, 2, 3}, tmp_path) == expected
+    assert this_machine.cpus_for(threads, {0, 1, 2, 3}, tmp_path) == expected
 
 
 def test_cpus_are_allowed_ones(tmp_path: Path) -> None:
-    assert peers.cpus_for(2, {5, 7, 9}, tmp_path) == {5, 7}
+    assert this_machine.cpus_for(2, {5, 7, 9}, tmp_path) == {5, 7}
 
 
 @pytest.mark.parametrize("wrong", ["torch-groupd", "tortch-loop", "ours-avx511", "kt-int5", ""])
@@ -76,8 +77,39 @@ def test_unknown_candidates(
     assert error.endswith(f", got {wrong}\n")
     assert "--peers: expected some of ours, ours-fresh, ours-" in error
     assert (
-        ", torch-grouped, torch-grouped-fp32, torch-loop, torch-loop-fp32, kt-bf16, kt-int8, kt-int4, " in error
+        ", torch-grouped, torch-grouped-fp32, torch-loop, torch-loop-fp32, kt-bf16, kt-bf16-spared, kt-int8, "
+        in error
     )
+
+
+def test_caches_are_counted_once(tmp_path: Path) -> None:
+    for cpu, (shared, size) in enumerate([("0-1", "32768K"), ("0-1", "32768K"), ("2", "1024K")]):
+        folder = tmp_path / f"cpu{cpu}/cache/index3"
+        folder.mkdir(parents=True)
+        (folder / "shared_cpu_list").write_text(f"{shared}\n")
+        (folder / "size").write_text(f"{size}\n")
+    assert this_machine.last_level_cache(tmp_path) == 33 << 20
+    assert this_machine.last_level_cache(tmp_path / "nothing") == 0
+
+
+def test_no_candidate_is_here(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(peers.os, "sched_setaffinity", lambda *_: None)
+    monkeypatch.setattr(peers, "installed", lambda _: False)
+    monkeypatch.setattr(sys, "argv", ["peers.py", "--shape", "small", "--peers", "kt-int4"])
+    with pytest.raises(SystemExit) as stop:
+        peers.main()
+    assert stop.value.code == 2
+    assert capsys.readouterr().err.endswith("argument --peers: expected one that is here, got kt-int4\n")
+
+
+def test_rivals_of_torch_compute_the_same() -> None:
+    problem = peers.Problem.random("small", 40, 1, "zipf", base_gradients=True)
+    results = []
+    for mode in ("grouped", "loop"):
+        peer = peers.Torch(problem, f"{mode}-fp32")
+        results.append({"y": peer.forward().detach(), **peer.backward()})
+    for name, expected in results[0].items():
+        assert peers.relative_error(results[1][name], expected) < 1e-4, name
 
 
 def test_candidates_are_known() -> None:

@@ -52,9 +52,12 @@ def test_target_is_that_of_the_next_larger_number_of_tokens(tokens: int, target:
         ({"torch_grouped": 100, "kt_int8": 40}, "missed"),  # as fast is not ahead
         ({"torch_grouped": 500, "torch_grouped_fp32": 99}, "missed"),  # fp32 counts where it was run
         ({"torch_grouped": 500, "torch_loop_fp32": 99}, "missed"),
+        ({"torch_grouped": 200, "kt_bf16": 200, "kt_bf16_spared": 99}, "missed"),  # with a CPU for who waits
+        ({"torch_grouped": 100, "kt_int8": 60, "kt_int8_spared": 40}, "missed"),
         ({"kt_int8": 50}, ""),  # which is no rival otherwise
         ({"torch_grouped": 90, "limit": 37}, "beyond the limit"),
         ({"torch_grouped": 90, "limit": 36}, "missed"),
+        ({"torch_grouped": 90, "limit": 37, "ours_fresh": 35}, "missed"),  # the probe met a slower moment
         ({"torch_grouped": 90, "limit": 37, "kt_int8": 40}, "missed"),
         ({"torch_grouped": 100, "limit": 41}, "met"),  # by a peak or bandwidth that was measured too low
     ],
@@ -68,7 +71,7 @@ def test_rivals_go_by_the_cpu() -> None:
     without = sweep.rivals_on({"avx512_bf16": False})
     assert without == sweep.BF16_RIVALS + sweep.FP32_RIVALS
     assert {"torch-grouped-fp32", "torch-loop-fp32"} <= set(without)
-    assert {"ours", "ours-fresh", *sweep.RIVALS, sweep.INT8} == set(
+    assert {"ours", "ours-fresh", *sweep.RIVALS, *sweep.INT8} == set(
         sweep.COLOURS
     )  # all have a line in the picture
 
@@ -86,7 +89,8 @@ def test_every_layer_has_each_target() -> None:
 def test_what_is_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Lines that are there are not run again; who was killed is left out; fp32 rivals by the CPU."""
+    """Lines that are there are not run again, those near their target are at once; who was killed is left out;
+    fp32 rivals by the CPU."""
     import amx_sft_moe
 
     commands: list[list[str]] = []
@@ -94,7 +98,8 @@ def test_what_is_run(
     def run(command: list[str], **_: object) -> sweep.subprocess.CompletedProcess[str]:
         commands.append(command)
         tokens = int(command[command.index("--tokens") + 1])
-        lines = [json.dumps(row) for row in rows(tokens, ours=30, torch_grouped=100).values()]
+        ours = 41 + len(commands) if tokens == 32 else 30
+        lines = [json.dumps(row) for row in rows(tokens, ours=ours, torch_grouped=100).values()]
         return sweep.subprocess.CompletedProcess(
             command, -9 if tokens == 2048 else 0, "\n".join(["limit", *lines])
         )
@@ -104,10 +109,14 @@ def test_what_is_run(
     path = tmp_path / "run.jsonl"
     path.write_text(json.dumps(rows(8, ours=45)["ours"]) + "\n")
     sweep.run_missing(path, sweep.runs(quick=True))
-    assert [command[command.index("--tokens") + 1] for command in commands] == ["32", "128", "512", "2048"]
+    tokens = [command[command.index("--tokens") + 1] for command in commands]
+    turns = [command[command.index("--iterations") + 1] for command in commands]
+    assert tokens == ["32", "32", "128", "512", "2048"]
+    assert turns == ["7", "21", "7", "7", "3"]
+    assert sweep.read(path)[sweep.MAIN, "uniform", 32]["ours"]["step_ms"] == 43  # the second time's
     assert all("torch-grouped-fp32,torch-loop-fp32,kt-int8" in command[-1] for command in commands)
     assert [key[2] for key in sweep.read(path)] == [8, 32, 128, 512]
-    assert "signal 9" in capsys.readouterr().err
+    assert "exit status -9" in capsys.readouterr().err
 
 
 def test_table_and_summary(tmp_path: Path) -> None:
