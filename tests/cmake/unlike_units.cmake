@@ -20,7 +20,7 @@ endif()
 set(seen "")
 foreach(flags ${parts_of_fast_math} "-O2" "-fopenmp" "-ffinite-math-only" "-ffast-math" "-mavx" "-mfma" "-mavx2 -mno-fma" "-mavx2 -mfma"
         "-mavx512f -mfma" "-mavx512f -mavx512vl -mavx512bw -mavx512dq -mfma" "-march=cooperlake" "-march=sapphirerapids"
-        "-march=x86-64-v2" "-march=haswell" "-march=skylake-avx512" "-march=cannonlake" "-march=icelake-server"
+        "-march=core2" "-mlzcnt" "-march=x86-64-v2" "-march=btver2" "-march=bdver1" "-march=haswell" "-march=skylake-avx512" "-march=cannonlake" "-march=icelake-server"
         "-DAMX_SFT_MOE_NO_TIMER")
   string(REPLACE " " ";" flags_list "${flags}")
   preprocess(code name error -std=c++20 ${flags_list})

@@ -57,6 +57,7 @@ TEST(TwoUnits, OneForOtherCpusHasBodiesOfItsOwn) {
 TEST(TwoUnits, OneOfFastMathRefusesNaN) {
   if (!amx_sft_moe::arch::cpu_features().avx2) GTEST_SKIP() << "no AVX2";
   EXPECT_FALSE(takes_nan_with_flags(std::numeric_limits<float>::quiet_NaN()));
+  EXPECT_TRUE(stores_nans_with_flags());
 }
 
 TEST(TwoUnits, NamespaceSaysTheVersion) {

@@ -19,5 +19,6 @@ SerialUnit serial_unit();
 const char* provider_type_with_flags();
 // Runs on CPUs with AVX2. By reference: clang takes it for granted that no argument by value is NaN.
 bool takes_nan_with_flags(const float& nan);
+bool stores_nans_with_flags();
 
 }  // namespace sft_test

@@ -65,15 +65,23 @@
 #else
 #define AMX_SFT_MOE_ABI_CPU
 #endif
-// What lies between those steps: -march=x86-64-v2, -march=haswell, -march=icelake-server.
+// What lies between those steps: -march=x86-64-v2, -march=haswell, -march=icelake-server, AMD's of before Zen.
 #if defined(__AVX512VBMI2__)
 #define AMX_SFT_MOE_ABI_MORE _vbmi2
 #elif defined(__AVX512VBMI__)
 #define AMX_SFT_MOE_ABI_MORE _vbmi
 #elif defined(__BMI2__)
 #define AMX_SFT_MOE_ABI_MORE _bmi2
+#elif defined(__FMA4__)
+#define AMX_SFT_MOE_ABI_MORE _fma4
+#elif defined(__BMI__)
+#define AMX_SFT_MOE_ABI_MORE _bmi
 #elif defined(__SSE4_1__) && !defined(__AVX__)
 #define AMX_SFT_MOE_ABI_MORE _sse4
+#elif defined(__SSSE3__) && !defined(__AVX__)
+#define AMX_SFT_MOE_ABI_MORE _ssse3
+#elif defined(__LZCNT__)
+#define AMX_SFT_MOE_ABI_MORE _lzcnt
 #else
 #define AMX_SFT_MOE_ABI_MORE
 #endif

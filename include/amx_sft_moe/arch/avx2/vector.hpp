@@ -65,14 +65,24 @@ AMX_SFT_MOE_INLINE AMX_SFT_MOE_TARGET_AVX2 __m256 load8(const bf16* p, index_t n
   return widen_bf16(_mm_load_si128(reinterpret_cast<const __m128i*>(tail)));
 }
 
+// By bits where the compiler is clang: with -ffast-math or one of its parts it takes for granted of compared lanes too that
+// none is a NaN.
+AMX_SFT_MOE_INLINE AMX_SFT_MOE_TARGET_AVX2 __m256i nan_lanes(__m256 value) {
+#if defined(__clang__)
+  const __m256i magnitude = _mm256_and_si256(_mm256_castps_si256(value), _mm256_set1_epi32(0x7fffffff));
+  return _mm256_cmpgt_epi32(magnitude, _mm256_set1_epi32(0x7f800000));
+#else
+  return _mm256_castps_si256(_mm256_cmp_ps(value, value, _CMP_UNORD_Q));
+#endif
+}
+
 // Nearest even, as to_bf16(): a NaN stays a quiet NaN, denormals survive.
 AMX_SFT_MOE_INLINE AMX_SFT_MOE_TARGET_AVX2 __m256i round_bf16_lanes(__m256 value) {
   const __m256i bits = _mm256_castps_si256(value);
   const __m256i odd = _mm256_and_si256(_mm256_srli_epi32(bits, 16), _mm256_set1_epi32(1));
   const __m256i rounded = _mm256_add_epi32(_mm256_add_epi32(bits, _mm256_set1_epi32(0x7fff)), odd);
   const __m256i quiet = _mm256_or_si256(bits, _mm256_set1_epi32(0x400000));
-  const __m256i is_nan = _mm256_castps_si256(_mm256_cmp_ps(value, value, _CMP_UNORD_Q));
-  return _mm256_srli_epi32(_mm256_blendv_epi8(rounded, quiet, is_nan), 16);
+  return _mm256_srli_epi32(_mm256_blendv_epi8(rounded, quiet, nan_lanes(value)), 16);
 }
 AMX_SFT_MOE_INLINE AMX_SFT_MOE_TARGET_AVX2 __m128i round_bf16(__m256 value) {
   const __m256i high = round_bf16_lanes(value);

@@ -59,8 +59,8 @@ struct Avx512PairTiles : StripTiles<Avx512PairTiles, float, bf16, 12, 2, 64, 16>
   }
 
  private:
-  // What is missing of pairs of an odd K is -0: with A's zero there a product is -0, which leaves any sum as it is, like
-  // products in place and strips of floats, which have none. That of +0 would make +0 of a sum of -0.
+  // What is missing of pairs of an odd K is -0: with A's zero there a product is -0, which, rounded to nearest, leaves any
+  // sum as it is, like products in place and strips of floats, which have none. That of +0 would make +0 of a sum of -0.
   static void close_last_pairs(bf16* pairs) {
     for (index_t i = 0; i < kStripCols; ++i) pairs[2 * i + 1] = bf16{0x8000};
   }

@@ -136,6 +136,16 @@ AMX_SFT_MOE_INLINE AMX_SFT_MOE_TARGET_AVX512 __m128 sum_lanes(__m512 a, __m512 b
   return _mm_add_ps(_mm256_castps256_ps128(two), _mm256_extractf128_ps(two, 1));
 }
 
+// By bits where the compiler is clang, see avx2/vector.hpp.
+AMX_SFT_MOE_INLINE AMX_SFT_MOE_TARGET_AVX512 __mmask16 nan_lanes(__m512 value) {
+#if defined(__clang__)
+  const __m512i magnitude = _mm512_and_si512(_mm512_castps_si512(value), _mm512_set1_epi32(0x7fffffff));
+  return _mm512_cmpgt_epi32_mask(magnitude, _mm512_set1_epi32(0x7f800000));
+#else
+  return _mm512_cmp_ps_mask(value, value, _CMP_UNORD_Q);
+#endif
+}
+
 // Nearest even, as to_bf16(), in the upper halves of lanes. Integer arithmetic, so that CPUs without VCVTNEPS2BF16 give
 // the same bits and denormals survive.
 AMX_SFT_MOE_INLINE AMX_SFT_MOE_TARGET_AVX512 __m512i round_bf16_lanes(__m512 value) {
@@ -143,8 +153,7 @@ AMX_SFT_MOE_INLINE AMX_SFT_MOE_TARGET_AVX512 __m512i round_bf16_lanes(__m512 val
   const __m512i odd = _mm512_and_si512(_mm512_srli_epi32(bits, 16), _mm512_set1_epi32(1));
   const __m512i rounded = _mm512_add_epi32(_mm512_add_epi32(bits, _mm512_set1_epi32(0x7fff)), odd);
   const __m512i quiet = _mm512_or_si512(bits, _mm512_set1_epi32(0x400000));
-  const __mmask16 is_nan = _mm512_cmp_ps_mask(value, value, _CMP_UNORD_Q);
-  return _mm512_mask_mov_epi32(rounded, is_nan, quiet);
+  return _mm512_mask_mov_epi32(rounded, nan_lanes(value), quiet);
 }
 AMX_SFT_MOE_INLINE AMX_SFT_MOE_TARGET_AVX512 __m256i round_bf16(__m512 value) {
   return _mm512_cvtepi32_epi16(_mm512_srli_epi32(round_bf16_lanes(value), 16));

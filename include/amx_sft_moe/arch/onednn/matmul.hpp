@@ -15,6 +15,9 @@
 #if DNNL_CPU_THREADING_RUNTIME != DNNL_RUNTIME_OMP && DNNL_CPU_THREADING_RUNTIME != DNNL_RUNTIME_SEQ
 #error "kernel onednn needs a oneDNN built with the CPU runtime OMP or SEQ"
 #endif
+#if DNNL_CPU_THREADING_RUNTIME == DNNL_RUNTIME_OMP && !defined(_OPENMP)
+#error "kernel onednn with a oneDNN of the CPU runtime OMP: compile with -fopenmp"
+#endif
 
 AMX_SFT_MOE_NAMESPACE_BEGIN
 namespace arch::onednn {

@@ -180,6 +180,8 @@ inline simde__m512 mm512_dpbf16_ps(const simde__m512& sum, const simde__m512bh& 
 #define _mm512_castsi512_ps simde_mm512_castsi512_ps
 #undef _mm512_cmp_ps_mask
 #define _mm512_cmp_ps_mask simde_mm512_cmp_ps_mask
+#undef _mm512_cmpgt_epi32_mask
+#define _mm512_cmpgt_epi32_mask simde_mm512_cmpgt_epi32_mask
 #undef _mm512_cvtne2ps_pbh
 #define _mm512_cvtne2ps_pbh amx_sft_moe_soft_avx512::mm512_cvtne2ps_pbh
 #undef _mm512_cvtepi32_epi16
