@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import json
 import os
+import re
 import subprocess
 import sys
 import threading
@@ -35,6 +36,33 @@ def test_info_is_plain_json() -> None:
     assert isinstance(found["instruction_sets"]["amx"], str)
     assert found["num_threads"] >= 1
     assert found["auto_kernel"]["bfloat16"] in {kernel["name"] for kernel in found["kernels"]}
+
+
+AVX512 = {"fma", "avx512f", "avx512bw", "avx512dq", "avx512vl"}
+# What of /proc/cpuinfo a kernel needs, by its name and weights: arch/cpu_features.hpp asks CPUID and XCR0.
+NEEDS = {
+    ("portable", "bfloat16"): set(),
+    ("portable", "float32"): set(),
+    ("avx2", "bfloat16"): {"avx2", "fma"},
+    ("avx2", "float32"): {"avx2", "fma"},
+    ("avx512", "bfloat16"): AVX512,
+    ("avx512", "float32"): AVX512,
+    ("avx512_bf16", "bfloat16"): AVX512 | {"avx512_bf16"},
+    ("amx_bf16", "bfloat16"): AVX512 | {"amx_tile", "amx_bf16"},
+}
+
+
+@pytest.mark.emulated
+def test_the_cpu_decides_which_kernels_there_are() -> None:
+    """All others are tested on the kernels that are listed as available: none may go missing."""
+    flags = set(re.search(r"^flags\s*:(.*)$", Path("/proc/cpuinfo").read_text(), re.MULTILINE)[1].split())
+    if "AMX_EMULATOR" in os.environ:
+        flags |= {"amx_tile", "amx_bf16"}
+    expected = {kernel: needs <= flags for kernel, needs in NEEDS.items()}
+    info = amx_sft_moe.info()
+    expected["amx_bf16", "bfloat16"] &= not info["amx_permission"].startswith("denied")
+    rows = [kernel for kernel in info["kernels"] if kernel["name"] != "onednn"]
+    assert {(kernel["name"], kernel["weights"]): kernel["available"] for kernel in rows} == expected
 
 
 @pytest.mark.emulated
