@@ -10,7 +10,6 @@ import shutil
 import subprocess
 import sys
 import textwrap
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -25,6 +24,7 @@ from families import family_model
 from pages import DOCS, EXECUTED, ROOT, Block, Folder, blocks_of, program, without_numbers
 from reference import make_layer, run
 from timelines import global_tid, write_nsys
+from within_pass import Within
 
 PAGES = sorted(page.name for page in DOCS.glob("*.md"))
 README = ROOT / "README.md"
@@ -223,22 +223,6 @@ def test_the_table_of_targets(family: str, by_name: set[str] | None, all_linear:
             if ".experts." in name and ".lora_A." in name:
                 rank = 8 if ".base_layer." in name else 4  # gate_up_proj, down_proj
                 assert parameter.shape[0] == rank * 5
-
-
-class Within:
-    """Calls ``function`` within each range of an operator's pass, and keeps what it raises."""
-
-    def __init__(self, function: Callable[[], object]) -> None:
-        self.function, self.errors = function, set[str]()
-
-    def enter(self, name: str) -> None:
-        try:
-            self.function()
-        except amx_sft_moe.StateError as error:
-            self.errors.add(str(error))
-
-    def leave(self) -> None:
-        pass
 
 
 def test_the_table_of_state_errors() -> None:

@@ -208,35 +208,6 @@ def test_other_weights_and_dtype() -> None:
     assert op.weight_dtype == "float32"
 
 
-def test_second_thread_is_refused() -> None:
-    sizes = Sizes(experts=8, hidden=256, intermediate=256, tokens=256)
-    layer = make_layer(sizes)
-    op = sizes.operator(num_threads=1)
-    expected = run(op, layer)["y"]
-    inputs = (layer.x, layer.expert_ids, layer.routing_weights, False)
-    refused, results = [], []
-    stop = threading.Event()
-
-    def call() -> None:
-        while not stop.is_set():
-            try:
-                results.append(op.forward_sft(*inputs))
-            except StateError as error:
-                refused.append(str(error))
-
-    threads = [threading.Thread(target=call) for _ in range(3)]
-    for thread in threads:
-        thread.start()
-    stop.wait(1.0)
-    stop.set()
-    for thread in threads:
-        thread.join()
-    assert results, "the GIL was never released, or everybody was refused"
-    assert any("another thread" in text for text in refused)
-    assert all(torch.equal(y, expected) for y in results)
-    assert torch.equal(op.forward_sft(*inputs), expected)
-
-
 def test_objects_do_not_disturb_each_other() -> None:
     cases = [(Sizes(tokens=30, hidden=h), seed) for seed, h in enumerate((32, 67, 96))]
     layers = [make_layer(sizes, seed) for sizes, seed in cases]
