@@ -225,9 +225,9 @@ class SftMoe:
         and not copied; those of weights must stay in place.
 
         Each weight is one stacked tensor or a list of one matrix per expert, read-only memory maps included.
-        All are bfloat16, or all float32, which selects fp32 kernels. Rows and experts may be strided; the
-        elements of a row are adjacent. In-place changes are seen by the next call; call again when a tensor's
-        memory moves.
+        All are bfloat16, or all float32, which selects fp32 kernels. Experts may have any stride, rows one of
+        their length or more; elements of a row are adjacent. In-place changes are seen by the next call; call
+        again when a tensor's memory moves.
 
         Biases are bfloat16 or float32, whatever the weights are, of any strides: gpt-oss's interleaved
         ``gate_up_proj_bias`` is ``gate_bias=b[:, ::2]``, ``up_bias=b[:, 1::2]``. They are read anew in every

@@ -17,7 +17,7 @@ import torch
 
 from amx_sft_moe import ArgumentError
 from cases import Sizes
-from reference import Layer, make_layer, run
+from reference import WEIGHTS, Layer, make_layer, run
 
 SIZES = Sizes(tokens=9)
 
@@ -108,6 +108,76 @@ def test_routing_that_lies_backwards(flip: Callable[..., np.ndarray], ids: type)
     assert min(layer.expert_ids.strides) < 0
     found = run(op, layer)
     assert all(np.array_equal(found[name], expected[name]) for name in expected)
+
+
+def backwards(array: np.ndarray, axes: tuple[int, ...]) -> np.ndarray:
+    """The same values, in memory that goes down along those of its ``axes``."""
+    axes = tuple(axis for axis in axes if axis < array.ndim)
+    return np.flip(np.flip(array, axes).copy(), axes)
+
+
+@pytest.mark.emulated
+@pytest.mark.parametrize("fused", [False, True])
+@pytest.mark.parametrize("along", [(0,), (1,), (2,), (0, 1, 2)], ids=str)
+def test_parameters_that_lie_backwards(bf16_kernel: str, along: tuple[int, ...], fused: bool) -> None:
+    """Base weights by expert, factors and biases in every dimension, and all their gradients."""
+    layer = numpy_layer(make_layer(SIZES, biases=True))
+    factors, biases = dict(layer.factors), dict(layer.biases)
+    weights = {name: getattr(layer, name) for name in WEIGHTS}
+    if fused:
+        factors["gate_up_lora_a"] = factors.pop("gate_lora_a")
+        del factors["up_lora_a"]
+        for into, ending in ((factors, "lora_b"), (biases, "bias"), (weights, "proj")):
+            pair = into.pop(f"gate_{ending}"), into.pop(f"up_{ending}")
+            into[f"gate_up_{ending}"] = np.concatenate(pair, 1)
+    results = []
+    for axes, of_weights in (((), ()), (along, (0,))):
+        op = SIZES.operator(kernel=bf16_kernel)
+        op.set_lora(**{name: backwards(factor, axes) for name, factor in factors.items()})
+        given = {name: backwards(bias, axes) for name, bias in biases.items()}
+        given |= {name: backwards(weight, of_weights) for name, weight in weights.items()}
+        op.set_base(**given)
+        y = op.forward_sft(layer.x, layer.expert_ids, layer.routing_weights)
+        out = {
+            name: backwards(np.full(parameter.shape, np.nan, np.float32), axes)
+            for name, parameter in (factors | given).items()
+        }
+        found = op.backward(layer.grad_y, out=out).as_dict()
+        assert all(found[name] is array for name, array in out.items())
+        results.append(found | {"y": y})
+    ahead, back = results
+    assert ahead.keys() == back.keys()
+    assert all(np.array_equal(back[name], ahead[name]) for name in ahead)
+
+
+@pytest.mark.parametrize("step", [1, -1])
+@pytest.mark.parametrize("name", ["down_lora_b", "down_bias", "down_proj"])
+def test_gradients_beside_memory_that_goes_down(name: str, step: int) -> None:
+    """A tensor's memory begins at its lowest element: one more, and they would meet in one."""
+    layer = numpy_layer(make_layer(SIZES, dtype=torch.float32, biases=True))
+    weights = {each: getattr(layer, each) for each in WEIGHTS}
+    parameters = layer.factors | layer.biases | weights
+    given = parameters[name]
+    memory = np.zeros(2 * given.size, np.float32)
+    if name == "down_proj":  # its elements are adjacent
+        below = memory[: given.size].reshape(given.shape)[::step]
+    else:
+        below = memory[: given.size][::step].reshape(given.shape)
+    below[...], parameters[name] = given, below
+    op = SIZES.operator()
+    op.set_base(**{each: parameters[each] for each in (*weights, *layer.biases)})
+    op.set_lora(**{each: parameters[each] for each in layer.factors})
+    op.forward_sft(layer.x, layer.expert_ids, layer.routing_weights)
+    apart, meeting = (
+        memory[begin:][: given.size][::-step].reshape(given.shape) for begin in (given.size, given.size - 1)
+    )
+    assert np.shares_memory(meeting, below)
+    with pytest.raises(ArgumentError, match=rf"out\.{name}: expected memory of its own"):
+        op.backward(layer.grad_y, out={name: meeting})
+    assert np.array_equal(below, given)
+    op.backward(layer.grad_y, out={name: apart})
+    assert apart.any()
+    assert np.array_equal(below, given)
 
 
 def misaligned(array: np.ndarray) -> np.ndarray:
