@@ -108,6 +108,7 @@ def test_gelu_far_out_stays_finite(fp32_kernel: str, activation: str) -> None:
     assert_close(found, gradients(layer.to(torch.float64), activation=ACTIVATIONS[activation]), 1e-4)
 
 
+@pytest.mark.emulated
 @pytest.mark.parametrize("given", [("gate_bias",), ("up_bias",), ("down_bias",), ("up_bias", "down_bias")])
 def test_some_biases(bf16_kernel: str, given: tuple[str, ...]) -> None:
     layer = make_layer(SIZES, biases=True)
