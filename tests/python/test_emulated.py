@@ -96,15 +96,17 @@ def checkout(tmp_path: Path) -> Path:
     return folder
 
 
-def script(checkout: Path, command: str) -> None:
-    python = checkout / ".venv" / "bin" / "python"
-    python.write_text(f"#!/bin/sh\n{command}\n")
-    python.chmod(0o755)
+def script(checkout: Path, command: str, name: str = "python") -> None:
+    path = checkout / ".venv" / "bin" / name
+    path.write_text(f"#!/bin/sh\n{command}\n")
+    path.chmod(0o755)
 
 
 def make(checkout: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     # Of the `make test` that may run this: its options are not meant.
-    environment = {name: value for name, value in os.environ.items() if not name.startswith(("MAKE", "MFLAGS"))}
+    of_make = ("MAKE", "MFLAGS", "REQUIRE_ALL")
+    environment = {name: value for name, value in os.environ.items() if not name.startswith(of_make)}
+    environment["PATH"] = f"{checkout / '.venv' / 'bin'}:{environment['PATH']}"
     return subprocess.run(
         ["make", *arguments], cwd=checkout, env=environment, capture_output=True, text=True, check=False
     )
@@ -135,3 +137,37 @@ def test_make_quotes_what_is_absolute(checkout: Path) -> None:
     words = shlex.split(done.stdout)
     given = [word for word in words if word.startswith("-DAMX_SFT_MOE_NVTX_INCLUDE")]
     assert given == [f"-DAMX_SFT_MOE_NVTX_INCLUDE={checkout}/nvtx"] * 4
+
+
+# On a machine without them, of a CPU without AVX512.
+NOTHING = ("-o", ".venv/tools", "SUDO=", "DNNL=/nowhere/dnnl.hpp", "SIMDE=/nowhere/avx512.h", "CPU_HAS_AVX512=")
+
+
+@pytest.mark.parametrize(("goal", "package"), [("onednn", "libdnnl-dev"), ("simde", "libsimde-dev")])
+def test_make_without_a_package(checkout: Path, goal: str, package: str) -> None:
+    """Goes on without its tests; in CI, where nobody reads warnings, it does not."""
+    script(checkout, 'echo "$@"; exit 100', "apt-get")
+    done = make(checkout, *NOTHING, "REQUIRE_ALL=1", f".venv/{goal}")
+    assert done.returncode == 2
+    assert f"REQUIRE_ALL: expected {package} to be installed by apt, got an error" in done.stderr
+    assert make(checkout, *NOTHING, f".venv/{goal}").returncode == 0
+    script(checkout, 'echo "$@"', "apt-get")
+    (checkout / ".venv" / goal).unlink()
+    done = make(checkout, *NOTHING, "REQUIRE_ALL=1", f".venv/{goal}")
+    assert done.returncode == 0
+    assert done.stdout.endswith(f"install -y -q {package}\n")
+
+
+@pytest.mark.parametrize(("require_all", "soft"), [("", "OFF"), ("1", "ON")])
+def test_make_tells_cmake_what_is_required(checkout: Path, require_all: str, soft: str) -> None:
+    """Who has no AVX512 and does without SIMDe runs fewer tests."""
+    done = make(checkout, "-n", *NOTHING, f"REQUIRE_ALL={require_all}", "test-cpp")
+    words = shlex.split(done.stdout)
+    assert f"AMX_SFT_MOE_REQUIRE_ALL={require_all}" in words
+    assert f"-DAMX_SFT_MOE_SOFT_AVX512={soft}" in words
+
+
+def test_ci_requires_all() -> None:
+    if not (ROOT / ".ci" / "run").is_file():
+        pytest.skip("there is no .ci/run")
+    assert re.search(r"^export REQUIRE_ALL=1\b", (ROOT / ".ci" / "run").read_text(), re.MULTILINE)
