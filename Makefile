@@ -10,7 +10,7 @@ WORKERS := -n logical --maxprocesses 4 --dist worksteal
 CLANG := -DCMAKE_C_COMPILER=clang-19 -DCMAKE_CXX_COMPILER=clang++-19
 # At -O2 -g an instrumented kernel takes GCC minutes to compile; at -O1 with line tables, half a minute.
 SANITIZED := -DCMAKE_BUILD_TYPE=RelWithDebInfo -DCMAKE_CXX_FLAGS_RELWITHDEBINFO="-O1 -g1"
-CALLING_THE_OPERATOR := arguments biases hypothesis hypothesis_calls in_use layouts nan numpy operator state transpose
+CALLING_THE_OPERATOR := arguments biases hypothesis hypothesis_calls in_use layouts nan numpy operator shared_a state transpose
 FUZZ_CALLS ?= 200000
 SUDO := $(shell [ "$$(id -u)" = 0 ] || echo sudo)
 # Programs of .venv, behind the system's, for what is started by name: a fresh Debian has no cmake or ninja of its own.
