@@ -12,6 +12,7 @@ from typing import Any
 
 from amx_sft_moe import timeline
 from amx_sft_moe.timeline import TimelineError
+from amx_sft_moe.timeline.names import PHASES_OF_GROUPS
 
 # Group, phases with their share of the group's work, whether it is parallel.
 FORWARD = (
@@ -275,15 +276,15 @@ def text_dump(record: dict[str, Any]) -> str:
         "backward_gate_up": "GU",
     }
     walls, total, text = wall_times(record), 0.0, ""
-    for group in dict.fromkeys(region["group"] for region in record["regions"]):
-        for name in dict.fromkeys(
-            n for r in record["regions"] if r["group"] == group for t in r["threads"] for n in t["busy_ns"]
-        ):
-            if name in walls:
-                text += f"[{prefixes[group]}] {name}: {walls.pop(name) * 1e-6:.3f} ms\n"
-        ms = record["groups_ms"][group]
-        total += ms
-        text += f"[{record['step'][:1].upper()}WD TIMER] {group}: {ms:.3f} ms (total: {total:.3f} ms)\n"
+    for group, phases in PHASES_OF_GROUPS.items():
+        own = {name: walls[name] * 1e-6 for name in phases if name in walls}
+        for name, ms in own.items():
+            if name != group:  # the only one of its group, whose line says it
+                text += f"[{prefixes[group]}] {name}: {ms:.3f} ms\n"
+        total += sum(own.values())
+        if own:
+            prefix = f"{record['step'][:1].upper()}WD TIMER"
+            text += f"[{prefix}] {group}: {sum(own.values()):.3f} ms (total: {total:.3f} ms)\n"
     return text
 
 

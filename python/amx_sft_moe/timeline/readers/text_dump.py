@@ -4,11 +4,13 @@ lines of a log. It has times of phases and groups but no times of day: passes ar
 from __future__ import annotations
 
 import re
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from ..filters import Filters
-from ..names import is_total
+from ..names import PHASES, PHASES_OF_GROUPS, is_total
 from ..table import NOT_KNOWN, UNKNOWN, Collector
 from .json_lines import lines, open_unpacked, whole
 
@@ -27,43 +29,78 @@ class _Pass:
     phases: dict[str, float] = field(default_factory=dict)
     groups: dict[str, float] = field(default_factory=dict)
 
+    def lines(self) -> set[str]:
+        """What it has lines of."""
+        return self.groups.keys() | self.phases.keys()
+
+
+def _passes(
+    path: Path, longest: int, note_cut: Callable[[str], None], note_limit: Callable[[], None]
+) -> Iterator[_Pass]:
+    """Puts lines together to passes: a pass ends where a group comes a second time or the direction changes.
+    Lines of other programs are passed over."""
+    one = _Pass()
+    waiting: dict[str, float] = {}  # phases whose group's line has not come yet
+    with open_unpacked(path, note_cut) as stream:
+        for line in lines(stream, longest):
+            text = line.decode("utf-8", "replace") if line is not None else ""
+            found = _LINE.search(text)
+            if found is None:
+                if text.lstrip().startswith(_ENDED):
+                    note_limit()
+                continue
+            name, ms = found[2], float(found[3]) * _NS_PER_MS
+            step = _STEPS.get(found[1])
+            if step is None:
+                if not is_total(name):
+                    waiting[name] = ms
+                continue
+            if one.step and (step != one.step or name in one.groups):
+                yield one
+                one = _Pass()
+            one.step = step
+            one.groups[name] = ms
+            # A group of one phase has its group's line only.
+            one.phases.update(_of_group(waiting, name) or {name: ms})
+            waiting = {}
+    if one.step:
+        yield one
+
+
+def _of_group(waiting: dict[str, float], group: str) -> dict[str, float]:
+    """The phases that may be the group's: others are left of a group whose own line is missing."""
+    own = PHASES_OF_GROUPS.get(group, ())
+    return {name: ns for name, ns in waiting.items() if name in own or name not in PHASES}
+
+
+class _Expected:
+    """Knows passes that lack lines which all others of their kind have, as the first and the last one of a file
+    may, and the last one of a process that was killed."""
+
+    def __init__(self, passes: Iterable[_Pass]) -> None:
+        self._passes: Counter[str] = Counter()
+        self._with: dict[str, Counter[str]] = {}
+        for one in passes:
+            self._passes[one.step] += 1
+            self._with.setdefault(one.step, Counter()).update(one.lines())
+
+    def is_whole(self, one: _Pass) -> bool:
+        of_all_others = self._passes[one.step] - 1
+        own = one.lines()
+        return all(count < of_all_others for name, count in self._with[one.step].items() if name not in own)
+
 
 class _Reader:
-    """Puts lines together to passes: a pass ends where a group comes a second time or the direction changes."""
+    """Lays passes one after the other."""
 
     def __init__(self, into: Collector, filters: Filters) -> None:
         self._into, self._filters = into, filters
-        self._pass = _Pass()
-        self._waiting: dict[str, float] = {}  # phases whose group's line has not come yet
         self._at = 0
         self._counts: dict[str, int] = {}
         self.bad = 0
 
-    def line(self, text: str) -> None:
-        found = _LINE.search(text)
-        if found is None:
-            if text.lstrip().startswith(_ENDED):
-                self._into.note_limit()
-            return
-        prefix, name, ms = found[1], found[2], float(found[3]) * _NS_PER_MS
-        step = _STEPS.get(prefix)
-        if step is None:
-            if not is_total(name):
-                self._waiting[name] = ms
-            return
-        if self._pass.step and (step != self._pass.step or name in self._pass.groups):
-            self.finish()
-        self._pass.step = step
-        self._pass.groups[name] = ms
-        # A group of one phase has its group's line only.
-        self._pass.phases.update(self._waiting or {name: ms})
-        self._waiting = {}
-
-    def finish(self) -> None:
-        """Adds the pass collected so far."""
-        done, self._pass = self._pass, _Pass()
-        if not done.step:
-            return
+    def add(self, done: _Pass) -> None:
+        """One pass."""
         into, number = self._into, len(self._into.passes)
         begin, at = self._at, self._at
         try:
@@ -116,14 +153,22 @@ class _Reader:
 
 
 def read(path: Path, into: Collector, filters: Filters) -> None:
-    """Reads line by line; lines of other programs are passed over."""
+    """Reads the file twice: which lines a pass should have is known when all have been seen."""
+    longest = into.bounds.record_bytes
+    expected = _Expected(_passes(path, longest, lambda what: None, lambda: None))
     reader = _Reader(into, filters)
-    with open_unpacked(path, into.note_cut) as stream:
-        for line in lines(stream, into.bounds.record_bytes):
-            if line is not None:
-                reader.line(line.decode("utf-8", "replace"))
-    reader.finish()
+    parts = 0
+    for one in _passes(path, longest, into.note_cut, into.note_limit):
+        if expected.is_whole(one):
+            reader.add(one)
+        else:
+            parts += 1
     if reader.bad:
         into.note(f"{reader.bad:,} passes could not be used: their times are too long for any recording")
+    if parts:
+        into.note(
+            f"{parts:,} passes are left out: they lack lines that all others of their kind have, as where a "
+            "file begins or ends within a pass"
+        )
     into.laid_out = True
     into.note("a text dump has no times of day: groups and passes are laid one after the other")
