@@ -14,6 +14,7 @@ from amx_sft_moe import timeline
 from amx_sft_moe.timeline import figures, style
 from amx_sft_moe.timeline.comparison import compare
 from amx_sft_moe.timeline.html import page
+from amx_sft_moe.timeline.names import PHASES
 from amx_sft_moe.timeline.reports import Report, nvtx_pushpop_sum
 from timelines import global_tid, write_lines, write_nsys
 
@@ -121,7 +122,7 @@ class TestPictures:
             for thread in region["threads"]:
                 for name, first, last, _ in thread["spans"]:
                     if last - first > (end - begin) / 100:
-                        colour = matplotlib.colors.to_rgb(style.colours([name])[name])
+                        colour = matplotlib.colors.to_rgb(style.colours(read, [name])[name])
                         assert at(thread["thread"], first, last) == pytest.approx(colour)
         region = record["regions"][2]
         waiting = min(region["threads"], key=lambda thread: thread["end_ns"])
@@ -135,6 +136,54 @@ class TestPictures:
         assert (image[0, 0] < 0.9).any()
         assert (image[0, -1] < 0.9).any()
         assert (image[0, 10:-10] == 1).all()
+
+    def test_no_two_names_have_one_colour(self, tmp_path):
+        """Names of phases and others, in one picture and beyond what one has room for."""
+        rows = [(0, 10, 59, "a", 5, None, 0)]
+        read = timeline.read(write_nsys(tmp_path / "f", {"NVTX_EVENTS": rows}, {}))
+        names = [*PHASES, *(f"kernel {n}" for n in range(300))]
+        drawn = [name for name in names if name not in ("D0_prepare+memset", "D2_quantize")]
+        colour_of = style.colours(read, drawn)
+        assert len(set(colour_of.values())) == len(drawn)
+        assert not {style.OTHER, style.WAITING} & set(colour_of.values())
+
+    def test_a_name_has_one_colour_in_all_pictures(self, tmp_path):
+        """Which come in another order in each: by their time on the threads, by their time in passes, ..."""
+        lines = []
+        for i in range(3):
+            names = {f"part {n}": 1e-5 * (1 + (n * 7 + i) % 17) for n in range(17)}
+            spans = [[f"part {n}", i * 1000 + 50 * n, i * 1000 + 50 * n + 1 + n * 5 % 17, 1] for n in range(17)]
+            busy = {name: last - first for name, first, last, _ in spans}
+            thread = {
+                "thread": 0,
+                "begin_ns": i * 1000,
+                "end_ns": i * 1000 + 900,
+                "spans": spans,
+                "busy_ns": busy,
+            }
+            region = {
+                "group": "forward_down",
+                "begin_ns": i * 1000,
+                "end_ns": i * 1000 + 900,
+                "threads": [thread],
+            }
+            work = {"phases_flop": dict.fromkeys(names, 10), "phases_bytes": {n: 1 + len(n) for n in names}}
+            when = {"begin_ns": i * 1000, "end_ns": i * 1000 + 900}
+            lines.append({"step": "forward", **when, "phases_ms": names, **work, "regions": [region]})
+        read = timeline.read(write_lines(tmp_path / "f", lines))
+        roof, strip, stacked = (draw(read) for draw in (figures.roofline, figures.strip, figures.stacked))
+        to_hex = matplotlib.colors.to_hex
+        of_strip = {
+            text.get_text(): to_hex(patch.get_facecolor())
+            for text, patch in zip(strip.legends[0].get_texts(), strip.legends[0].get_patches(), strict=True)
+        }
+        of_roof = {line.get_label().split(":")[0]: to_hex(line.get_color()) for line in roof.axes[0].lines}
+        of_bars = {bars.get_label(): to_hex(bars[0].get_facecolor()) for bars in stacked.axes[0].containers}
+        of_bars.pop("other")
+        assert len(set(of_bars.values())) == len(of_bars) == 14
+        assert len(of_roof) == 17
+        for other in (of_roof, of_bars):
+            assert {name: of_strip[name] for name in other} == other
 
     def test_more_threads_than_rows(self, tmp_path):
         rows = [(0, 10, 59, "a", global_tid(1, thread), None, 0) for thread in range(300)]

@@ -88,7 +88,7 @@ def stacked(timeline: Timeline) -> Figure | None:
     matrices = {kind: matrix for kind, matrix in matrices.items() if len(matrix.columns)}
     if not matrices:
         return None
-    colour_of = colours(dict.fromkeys(name for matrix in matrices.values() for name in matrix.columns))
+    colour_of = colours(timeline, (name for matrix in matrices.values() for name in matrix.columns))
     with styled():
         figure = new_figure(11.5, 0.4 + 2.9 * len(matrices))
         panels = figure.subplots(len(matrices), 1, squeeze=False)[:, 0]
@@ -190,7 +190,7 @@ def roofline(timeline: Timeline) -> Figure | None:
                 color=INK,
                 label=f"memory {bandwidth:,.1f} GB/s",
             )
-        colour_of = colours(map(str, points.index))
+        colour_of = colours(timeline, map(str, points.index))
         for place, (name, point) in enumerate(points.iterrows()):
             roof = point["roof_gflops"]
             share = f", {point['gflops'] / roof:.0%} of its roof" if not math.isnan(roof) else ""

@@ -201,7 +201,7 @@ def strip(timeline: Timeline, whole: bool = False) -> Figure | None:
             return None
         panels = [panel]
     names = _names(panels)
-    colour_of = colours(names)
+    colour_of = colours(timeline, names)
     heights = [max(0.9, min(0.3 * len(panel.rows), 0.05 * len(panel.rows) + 1.2, 4.4)) for panel in panels]
     with styled():
         legend = 0.3 + 0.2 * (len(names) + 1)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable
+from colorsys import hsv_to_rgb
 from contextlib import AbstractContextManager
 from io import BytesIO
 from typing import TYPE_CHECKING
@@ -12,6 +13,8 @@ from .libraries import matplotlib
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
+
+    from .table import Timeline
 
 INK = "#1f2933"
 QUIET = "#9aa5b1"
@@ -61,19 +64,39 @@ _PHASES = {
     "GU4_sum_tokens": "#8c564b",
     "backward_routing_weights": "#9467bd",
 }
+# As far as can be from those of phases and from one another (in CIE Lab, of colours that are not glaring).
 _OTHERS = (
-    "#1f77b4", "#ff7f0e", "#2ca02c", "#d62728", "#9467bd", "#8c564b", "#e377c2", "#bcbd22", "#17becf",
-    "#98df8a", "#ff9896", "#c5b0d5", "#c49c94", "#9edae5",
+    "#3f3fe0", "#1b6137", "#e03fe0", "#e03f6f", "#612c56", "#90e03f", "#3fe0c0", "#27318c",
+    "#b8b86e", "#3f6fe0", "#1b6161", "#61613a", "#6e8c27", "#b86e8c", "#8333b8", "#8c2782",
+    "#3fe06f", "#8c2746", "#5a548c", "#87abe0", "#b88553", "#e03fb0", "#33b876", "#6eb8a2",
+    "#bbe065", "#6b8c54", "#c865e0", "#3fe03f", "#b85353", "#b83376", "#8790e0", "#612c36",
 )  # fmt: skip
 _CONTROL = re.compile(r"[\x00-\x1f\x7f]")
 _QUIET_NAMES = ("other", "(in no range)", "(outside phases)")
 _UNITS = ((1e9, "s"), (1e6, "ms"), (1e3, "µs"), (1.0, "ns"))
 
 
-def colours(names: Iterable[str]) -> dict[str, str]:
-    """A colour for each name: our phases their own, others in order of appearance."""
-    free = iter(_OTHERS * 100)
-    return {name: OTHER if name in _QUIET_NAMES else _PHASES.get(name) or next(free) for name in names}
+def colours(timeline: Timeline, names: Iterable[str]) -> dict[str, str]:
+    """A colour for each name: our phases their own, others one that no other name has in any picture of the
+    timeline."""
+    known = timeline.colours
+    found = {}
+    for name in names:
+        if name in _QUIET_NAMES:
+            found[name] = OTHER
+        elif name in _PHASES:
+            found[name] = _PHASES[name]
+        else:
+            found[name] = known.setdefault(name, _other(len(known)))
+    return found
+
+
+def _other(number: int) -> str:
+    """Another colour for each number; beyond what pictures mostly need they may be alike."""
+    if number < len(_OTHERS):
+        return _OTHERS[number]
+    rgb = hsv_to_rgb(number * 0.618034 % 1, 0.35 + 0.1 * (number % 5), 0.5 + 0.1 * (number % 4))
+    return "#" + "".join(f"{round(255 * part):02x}" for part in rgb)
 
 
 def unit(largest_ns: float) -> tuple[float, str]:

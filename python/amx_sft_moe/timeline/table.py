@@ -168,6 +168,7 @@ class Timeline:
     thread_names: dict[tuple[int, int, int], str] = field(default_factory=dict)  # by source, process, thread
     laid_out: bool = False  # positions of phases inside their regions are not measured
     left_out_from: dict[int, int] = field(default_factory=dict)  # see Collector; of one file only
+    colours: dict[str, str] = field(default_factory=dict)  # of names that are none of our phases; see style
 
     def thread_label(self, process: int, thread: int, source: int = 0) -> str:
         """The file's name for a thread, else its number."""
