@@ -128,6 +128,14 @@ class TestLimits:
         assert not len(read.phases)
         assert "4 of 4 passes" in read.notes[-1]
 
+    def test_counters_beyond_the_bound_are_left_out(self, tmp_path):
+        path = write_trace(tmp_path / "f", passes_of(2))
+        whole = timeline.read(path)
+        assert len(whole.counters) == 20
+        read = timeline.read(path, bounds=Bounds(ranges=60))
+        assert len(read.counters) == 15
+        assert any("5 events of counters beyond a quarter of the bound of 60 ranges" in n for n in read.notes)
+
     def test_lines_beyond_the_bound_count(self, tmp_path):
         path = write_lines(tmp_path / "f", passes_of(5))
         whole, read = timeline.read(path), timeline.read(path, bounds=Bounds(ranges=20))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 
 import pytest
@@ -98,6 +99,34 @@ class TestFilters:
         rows = {"NVTX_EVENTS": [(50, 60, 59, "late", 5, None, 0), (10, 20, 59, "early", 5, None, 0)]}
         read = timeline.read(write_nsys(tmp_path / "f", rows, {}), Filters(begin=15))
         assert [str(name) for name in read.ranges["name"]] == ["late"]
+
+    def test_time_of_lines_counts_from_the_earliest_begin(self, tmp_path):
+        """They come in the order in which passes end: here one of another thread lies within the first."""
+        lines = [
+            {"step": "forward", "begin_ns": begin, "end_ns": end, "name": name}
+            for name, begin, end in (("inner", 2000, 3000), ("outer", 1000, 9000), ("later", 9500, 9900))
+        ]
+        path = write_lines(tmp_path / "f", lines)
+        for window, expected in (("0/500", ["outer"]), ("/1000", ["inner", "outer"]), ("8500/", ["later"])):
+            begin, end = parse_window(window)
+            assert list(timeline.read(path, Filters(begin=begin, end=end)).passes["layer"]) == expected
+
+    @pytest.mark.parametrize("form", ["BE", "X"])
+    def test_time_of_a_trace_counts_from_the_earliest_begin(self, tmp_path, form):
+        """Counters are none, ranges that contain others end after them, and some writers sort by end."""
+        events = [{"ph": "C", "name": "count", "pid": 1, "ts": 0.5, "args": {"value": 1}}]
+        if form == "BE":
+            for kind, name, ts in (("B", "outer", 1), ("B", "inner", 2), ("E", "inner", 3), ("E", "outer", 9)):
+                events.append({"ph": kind, "name": name, "pid": 1, "tid": 1, "ts": ts})
+        else:
+            for name, ts, dur in (("inner", 2, 1), ("outer", 1, 8)):
+                events.append({"ph": "X", "name": name, "pid": 1, "tid": 1, "ts": ts, "dur": dur})
+        events.append({"ph": "C", "name": "count", "pid": 1, "ts": 1.25, "args": {"value": 2}})
+        path = tmp_path / "f"
+        path.write_text(json.dumps(events))
+        read = timeline.read(path, Filters(begin=0, end=500))
+        assert list(read.ranges["name"]) == ["outer"]
+        assert read.counters["value"].tolist() == [2]
 
     def test_nothing_left_says_so(self, path):
         with pytest.raises(TimelineError, match="nothing of it passes the filters"):

@@ -129,7 +129,9 @@ def _parser() -> argparse.ArgumentParser:
         help="ranges and waiting of these threads; passes and phases stay the whole team's",
     )
     chosen.add_argument(
-        "--filter-time", metavar="BEGIN/END", help="such as 1s/1.5s, from the first range of a file"
+        "--filter-time",
+        metavar="BEGIN/END",
+        help="such as 1s/1.5s, from where the earliest range of a file begins",
     )
     chosen.add_argument("--step-range", metavar="REGEX", help="ranges of such names are the steps")
     chosen.add_argument(

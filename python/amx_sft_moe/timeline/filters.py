@@ -61,27 +61,43 @@ def parse_name(text: str) -> re.Pattern[str]:
 
 @dataclass
 class Filters:
-    """What is kept. Time is counted from the first range of each file, in the order of the file."""
+    """What is kept. Time is counted from where the earliest range of each file begins."""
 
     name: re.Pattern[str] | None = None
     threads: frozenset[int] | None = None
     begin: int | None = None
     end: int | None = None
     origin: int | None = None  # of the file being read
+    scouting: bool = False  # looks for the origin; keeps nothing
 
     def for_new_file(self) -> Filters:
-        """The same filters, with time counted from the first range of another file."""
+        """The same filters for another file, whose origin is not known yet."""
         return Filters(self.name, self.threads, self.begin, self.end)
 
     @property
     def any(self) -> bool:
         """Whether anything is filtered at all."""
-        return not (self.name is None and self.threads is None and self.begin is None and self.end is None)
+        return self.name is not None or self.threads is not None or self.window
+
+    @property
+    def window(self) -> bool:
+        """Whether time is filtered, for which the origin has to be known first."""
+        return self.begin is not None or self.end is not None
 
     def keeps_time(self, begin_ns: int, end_ns: int) -> bool:
-        """Whether a range or pass touches the window. The first one asked about is where time begins."""
+        """Whether a range or pass touches the window. Scouting asks about each: in a file they stand in the
+        order in which they end, or in none."""
+        if self.scouting:
+            self.origin = begin_ns if self.origin is None else min(self.origin, begin_ns)
+            return False
+        return self.keeps_moment(begin_ns, end_ns)
+
+    def keeps_moment(self, begin_ns: int, end_ns: int) -> bool:
+        """The same for what is no range, and no beginning of time."""
+        if self.scouting or not self.window:
+            return not self.scouting
         if self.origin is None:
-            self.origin = begin_ns
+            return False
         if self.begin is not None and end_ns - self.origin < self.begin:
             return False
         return self.end is None or begin_ns - self.origin <= self.end
@@ -96,7 +112,7 @@ class Filters:
 
     def keeps(self, name: str, thread: int, begin_ns: int, end_ns: int) -> bool:
         """Whether a range is kept."""
-        # Time is asked first: it has to see the first range of the file, whatever its name.
+        # Time is asked first: it has to see every range of the file, whatever its name.
         return self.keeps_time(begin_ns, end_ns) and self.keeps_thread(thread) and self.keeps_name(name)
 
     def keeps_for_passes(self, kind: str, name: str, thread: int, begin_ns: int, end_ns: int) -> bool:

@@ -10,6 +10,7 @@ import json
 import re
 import stat
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 from ..errors import TimelineError
@@ -122,6 +123,13 @@ def _further_on(path: Path) -> tuple[str, Reader] | None:
     return None
 
 
+def _origin(reader: Reader, path: Path, bounds: Bounds, source: Source) -> int | None:
+    """When the earliest range of a file begins, which is known when it has been read to its end."""
+    scout = Filters(scouting=True)
+    reader(path, Collector(replace(source, facts={}), bounds), scout)
+    return scout.origin
+
+
 def read_file(
     path: Path, filters: Filters | None = None, bounds: Bounds | None = None, number: int = 0
 ) -> Timeline:
@@ -139,8 +147,12 @@ def read_file(
     filters = filters or Filters()
     try:
         form, reader = _recognise(path, *_sample(path))
-        into = Collector(Source(text_of(str(path)), form, path.stat().st_size), bounds or Bounds(), number)
-        reader(path, into, filters.for_new_file())
+        own, bounds = filters.for_new_file(), bounds or Bounds()
+        source = Source(text_of(str(path)), form, path.stat().st_size)
+        if own.window:
+            own.origin = _origin(reader, path, bounds, source)
+        into = Collector(source, bounds, number)
+        reader(path, into, own)
     except OSError as error:
         raise TimelineError(f"cannot read {path}: {error.strerror or error}") from error
     if not len(into.ranges) and not len(into.passes):

@@ -14,6 +14,7 @@ from .json_stream import TraceEvents
 
 _NS_PER_US = 1000
 _MOST_OPEN = 100_000  # begin events without their end
+_RANGES_PER_COUNT = 4  # of the bound: as many events of counters are kept as a quarter of it
 
 _KINDS = {
     "step": "step",
@@ -80,6 +81,7 @@ class _Reader:
         self._teams: dict[tuple[int, int], set[int]] = {}  # threads by process and lane
         self._team_of_pass: list[set[int]] = []
         self.bad = 0
+        self.counts_left_out = 0
 
     def _range(self, event: dict[str, Any], begin: int, end: int, kind: str | None = None) -> None:
         """Adds one range; `event` names it."""
@@ -197,7 +199,10 @@ class _Reader:
 
     def _counter(self, event: dict[str, Any]) -> None:
         at, process = _nanoseconds(event["ts"]), self._names.number(event.get("pid", self._into.number))
-        if not self._filters.keeps_time(at, at) or len(self._into.counters) >= self._into.bounds.ranges // 4:
+        if not self._filters.keeps_moment(at, at):
+            return
+        if len(self._into.counters) >= self._into.bounds.ranges // _RANGES_PER_COUNT:
+            self.counts_left_out += 1
             return
         name = text_of(event["name"])
         for series, value in (event.get("args") or {}).items():
@@ -255,3 +260,8 @@ def read(path: Path, into: Collector, filters: Filters) -> None:
         into.note(f"{events.broken + reader.bad:,} events were broken and passed over")
     if reader.open_ranges:
         into.note(f"{reader.open_ranges:,} ranges were begun and not ended; they are left out")
+    if reader.counts_left_out:
+        into.note(
+            f"{reader.counts_left_out:,} events of counters beyond a quarter of the bound of "
+            f"{into.bounds.ranges:,} ranges were left out (--max-ranges); --filter-time chooses others"
+        )

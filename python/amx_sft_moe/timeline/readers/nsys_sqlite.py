@@ -260,6 +260,8 @@ def read(path: Path, into: Collector, filters: Filters) -> None:
                 f"the tables {', '.join(_TABLES)} (tables: {found})"
             )
         filters.origin = _origin(export)
+        if filters.scouting:
+            return
         reader = _Reader(export, into, filters)
         for part in (
             reader.facts,
