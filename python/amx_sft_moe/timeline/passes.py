@@ -114,8 +114,8 @@ def _whole(passes: pd.DataFrame, timeline: Timeline) -> pd.DataFrame:
 
 
 def _lanes(ranges: pd.DataFrame, timeline: Timeline) -> pd.Series:
-    """Which caller's team a thread belongs to: our traces give each caller a thousand numbers of its own."""
-    ours = timeline.sources[0].form == "Chrome trace" and (ranges["kind"] == "step").any()
+    """Which caller's team a thread belongs to: our files give each caller a thousand numbers of its own."""
+    ours = timeline.sources[0].form in ("Chrome trace", "JSON lines") and (ranges["kind"] == "step").any()
     return ranges["thread"] // LANE if ours else ranges["thread"] * 0
 
 

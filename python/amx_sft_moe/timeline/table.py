@@ -32,7 +32,8 @@ RANGES = {
     "name": "s",
     "category": "s",  # forward or backward; the NVTX domain; the cat of a Chrome trace
     "process": "q",
-    "thread": "q",  # of the team in our files, the system's elsewhere, the stream for kernels and copies
+    "thread": "q",  # of the team in our files, where each caller has a thousand numbers and the main thread the
+    # first; the system's elsewhere, the stream for kernels and copies
     "begin_ns": "q",
     "end_ns": "q",
     "step": "q",  # row of the table of passes; -1: in none

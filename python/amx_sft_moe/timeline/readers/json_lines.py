@@ -132,6 +132,20 @@ def lines(stream: BinaryIO, longest: int) -> Iterator[bytes | None]:
         yield None
 
 
+class _Callers:
+    """Finds passes of one process that ran at the same time, where lines do not say which thread called."""
+
+    def __init__(self) -> None:
+        self._last: dict[int, tuple[int, int]] = {}  # of each process
+        self.mixed = False
+
+    def add(self, process: int, begin: int, end: int) -> None:
+        """One pass. They come in the order of their ends, so one that overlaps any overlaps the last."""
+        last_begin, last_end = self._last.get(process, (end, begin))
+        self.mixed |= begin < last_end and last_begin < end
+        self._last[process] = begin, end
+
+
 def _thread_ranges(thread: dict[str, Any], begin: int, end: int, busy: dict[str, int], sums: _Sums) -> None:
     """The phases of one thread in one region: its spans, and what these leave of its busy times laid out."""
     number = whole(thread["thread"])
@@ -191,7 +205,7 @@ def _phase_rows(record: dict[str, Any], sums: _Sums) -> list[tuple[str, float, f
     ]
 
 
-def _add(record: dict[str, Any], into: Collector, filters: Filters) -> None:
+def _add(record: dict[str, Any], into: Collector, filters: Filters, callers: _Callers) -> None:
     """One line. Everything is read before anything is added, so that a bad line leaves nothing behind."""
     step = step_kind(text_of(record["step"]))
     begin = whole(record["begin_ns"])
@@ -204,6 +218,7 @@ def _add(record: dict[str, Any], into: Collector, filters: Filters) -> None:
         _region(region, sums)
     phases = _phase_rows(record, sums)
     process = whole(record.get("pid", into.number))
+    caller = whole(record.get("caller", 0))  # the number of its team's first thread
     layer = text_of(record.get("name", ""))
     operator = whole(record.get("operator", 0))
     counted = [whole(record.get(key, UNKNOWN)) for key in ("tokens", "routed_rows")]
@@ -214,6 +229,8 @@ def _add(record: dict[str, Any], into: Collector, filters: Filters) -> None:
     limits = {key: real(record[key]) for key in ("peak_gflops", "bandwidth_gbs") if record.get(key) is not None}
     if not filters.keeps_time(begin, end):
         return
+    if "caller" not in record:
+        callers.add(process, begin, end)
     into.limits.update({key: value for key, value in limits.items() if value > 0 and math.isfinite(value)})
     kernel = text_of(record.get("kernel", ""))
     index = into.next_index(process, operator, step, layer) if index is None else index
@@ -237,15 +254,16 @@ def _add(record: dict[str, Any], into: Collector, filters: Filters) -> None:
             into.phases.add(number, phase, *values)
     waits = {group: [0.0, 0.0, serial] for group, serial in sums.serial.items()}
     for thread, group, busy, wait, region in sums.thread_waits:
-        if filters.keeps_thread(thread):
-            into.add_thread_wait(process, thread, group, busy, wait, region)
+        if filters.keeps_thread(caller + thread):
+            into.add_thread_wait(process, caller + thread, group, busy, wait, region)
             waits[group][0] += wait
             waits[group][1] += region
     for group, values in waits.items():
         into.waits.add(number, group, *values)
     into.laid_out |= sums.laid_out
     whole_pass = [("step", step, 0, begin, end)]
-    for kind, name, thread, range_begin, range_end in whole_pass + sums.ranges:
+    for kind, name, of_team, range_begin, range_end in whole_pass + sums.ranges:
+        thread = caller + of_team
         if filters.keeps(name, thread, range_begin, range_end):
             into.add_range(
                 kind, name, step, process, thread, range_begin, range_end, number, layer, NOT_KNOWN, NOT_KNOWN
@@ -270,6 +288,7 @@ def _parse(line: bytes | None, longest: int) -> dict[str, Any]:
 def read(path: Path, into: Collector, filters: Filters) -> None:
     """Reads line by line; lines that cannot be used are counted and the first few named."""
     complaints: list[str] = []
+    callers = _Callers()
     bad = 0
     with open_unpacked(path, into.note_cut) as stream:
         longest = into.bounds.record_bytes
@@ -281,7 +300,7 @@ def read(path: Path, into: Collector, filters: Filters) -> None:
                 if record.get("format") == _END:
                     into.note_limit()
                 else:
-                    _add(record, into, filters)
+                    _add(record, into, filters, callers)
             except BAD as error:
                 bad += 1
                 what = f"no {error}" if isinstance(error, KeyError) else str(error) or type(error).__name__
@@ -290,6 +309,11 @@ def read(path: Path, into: Collector, filters: Filters) -> None:
     if bad:
         more = "" if bad <= len(complaints) else f" and {bad - len(complaints):,} more"
         into.note(f"{bad:,} lines could not be used: {'; '.join(complaints)}{more}")
+    if callers.mixed:
+        into.note(
+            "passes of one process overlap in time and their lines do not say which threads called: gaps, "
+            "waiting by thread and what lies in what mix them"
+        )
     if into.laid_out:
         into.note(
             "positions of phases inside their regions are laid out one after the other, not measured (no or "
