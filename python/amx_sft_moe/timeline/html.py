@@ -5,10 +5,10 @@ from __future__ import annotations
 import base64
 import html
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from .output import in_unit
+from .output import DIGITS, in_unit, time_unit
 from .reports import Report
 from .style import png
 
@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 DOCTYPE = "<!DOCTYPE html>"
 MOST_ROWS = 200
 _LONGEST_CELL = 120
+_DIGITS = 3  # of what is no time
 _STYLE = """
 body { font: 14px/1.45 system-ui, sans-serif; color: #1f2933; margin: 2rem auto;
   max-width: 1180px; padding: 0 1rem; }
@@ -32,19 +33,19 @@ li { color: #52606d; overflow-wrap: anywhere; }
 """
 
 
-def _cell(value: object) -> str:
+def _cell(value: object, digits: int) -> str:
     if value is None or (isinstance(value, float) and math.isnan(value)):
         return "-"
     if isinstance(value, float):
-        return f"{value:,.3f}".rstrip("0").rstrip(".")
+        return f"{value:,.{digits}f}".rstrip("0").rstrip(".")
     if isinstance(value, int) and not isinstance(value, bool):
         return f"{value:,}"
     text = str(value)
     return text if len(text) <= _LONGEST_CELL else text[: _LONGEST_CELL - 1] + "…"
 
 
-def _table(frame: pd.DataFrame) -> str:
-    """A table; numbers to the right, yes and no in colour."""
+def _table(frame: pd.DataFrame, digits: Mapping[str, int]) -> str:
+    """A table; numbers to the right, with the digits of their column at most, yes and no in colour."""
     head = frame.head(MOST_ROWS)
     text = {column: not len(head) or isinstance(head[column].iloc[0], str) for column in head}
     parts = ["<div class=wide><table><tr>"]
@@ -53,7 +54,7 @@ def _table(frame: pd.DataFrame) -> str:
     for row in zip(*(head[column].tolist() for column in head), strict=True):
         parts.append("<tr>")
         for column, value in zip(head, row, strict=True):
-            shown = str(value) if column in ("PID", "TID", "Index") else _cell(value)
+            shown = str(value) if column in ("PID", "TID", "Index") else _cell(value, digits[column])
             kind = shown if column == "Met" and shown in ("yes", "no") else "text" if text[column] else ""
             parts.append(f"<td{f' class={kind}' if kind else ''}>{html.escape(shown)}</td>")
         parts.append("</tr>\n")
@@ -66,7 +67,9 @@ def _table(frame: pd.DataFrame) -> str:
 def _section(report: Report, unit: str) -> str:
     note = f"<p>{html.escape(report.note)}</p>\n" if report.note else ""
     name = f"<h2 id={report.name}>{html.escape(report.title)} <small>({report.name})</small></h2>\n"
-    return name + note + _table(in_unit(report, unit))
+    table = in_unit(report, unit)
+    of_times = DIGITS[time_unit(unit)[0]]
+    return name + note + _table(table, {c: _DIGITS if c in report.table.columns else of_times for c in table})
 
 
 def _picture(title: str, figure: Figure) -> str:

@@ -23,7 +23,7 @@ TIME_UNITS = {
 _BATCH = 10_000
 _LARGEST = 1 << 53  # up to here a double holds whole numbers
 _WIDEST = 60  # of a name in text columns; CSV and JSON have it whole
-_DIGITS = {"ns": 1, "us": 3, "ms": 3, "s": 6}
+DIGITS = {"ns": 1, "us": 3, "ms": 3, "s": 6}
 
 
 def time_unit(text: str) -> tuple[str, float]:
@@ -64,7 +64,7 @@ def _columns(report: Report, unit: str, rows: int, out: IO[str]) -> None:
     table = in_unit(report, unit)
     head = table.head(rows) if rows else table
     digits = {
-        column: _DIGITS[time_unit(unit)[0]] if column not in report.table.columns else 1 for column in table
+        column: DIGITS[time_unit(unit)[0]] if column not in report.table.columns else 1 for column in table
     }
     for column in ("GFLOP", "FLOP/byte", "GB/s", "Ratio"):
         digits[column] = 2
