@@ -9,7 +9,7 @@ from typing import Any
 from ..errors import TimelineError
 from ..names import is_total, step_of_group
 from ..table import NOT_KNOWN, UNKNOWN, Bounds, Collector, Source, Timeline
-from .json_lines import real, whole
+from .json_lines import BAD, real, whole
 
 _NS_PER_MS = 1e6
 
@@ -24,20 +24,22 @@ def _add(times: Mapping[str, Any], into: Collector, at: int) -> int:
             busy[name] = busy.get(name, 0.0) + real(ms) * _NS_PER_MS
     step = next(filter(None, map(step_of_group, times["groups"])), "step")
     total = real(times["total_ms"]) * _NS_PER_MS
+    end = whole(at + whole(total))
     number = len(into.passes)
+    index = whole(times["index"]) if "index" in times else into.next_index(step)
     counted = [whole(times.get(key, UNKNOWN)) for key in ("tokens", "routed_rows")]
     into.passes.add(
         0,
         0,
         0,
         step,
-        number,
+        index,
         "",
         "",
         *counted,
         len(threads) or UNKNOWN,
         at,
-        at + round(total),
+        end,
         total,
         whole(times.get("sync_points", UNKNOWN)),
     )
@@ -51,12 +53,12 @@ def _add(times: Mapping[str, Any], into: Collector, at: int) -> int:
             real(flop[name]) if name in flop else NOT_KNOWN,
             real(size[name]) if name in size else NOT_KNOWN,
         )
-    for thread_number, thread in enumerate(threads):
+    for place, thread in enumerate(threads):
         own, wait = real(thread.get("busy_ms", 0)) * _NS_PER_MS, real(thread.get("waiting_ms", 0)) * _NS_PER_MS
-        into.add_thread_wait(0, thread_number, step, own, wait, own + wait)
+        into.add_thread_wait(0, whole(thread.get("thread", place)), step, own, wait, own + wait)
     waits = sum(real(thread.get("waiting_ms", 0)) for thread in threads) * _NS_PER_MS
     into.waits.add(number, step, waits, total * len(threads), 0.0)
-    return at + round(total)
+    return end
 
 
 def from_times(times: Iterable[Mapping[str, Any]]) -> Timeline:
@@ -73,7 +75,7 @@ def from_times(times: Iterable[Mapping[str, Any]]) -> Timeline:
             continue
         try:
             at = _add(one, into, at)
-        except (KeyError, TypeError, ValueError, AttributeError) as error:
+        except BAD as error:
             raise TimelineError(f"not what last_backward_times() returns: {error!r}") from error
     if not len(into.passes):
         raise TimelineError("no pass has been recorded yet")
