@@ -66,8 +66,11 @@ def _nanoseconds(value: Any) -> int:
 
 
 def _amount(args: dict[str, Any], key: str) -> float:
-    value = args.get(key)
-    return real(value) if value is not None else NOT_KNOWN
+    """What other programs write under our names may be anything."""
+    try:
+        return real(args[key])
+    except BAD:
+        return NOT_KNOWN
 
 
 class _Reader:
