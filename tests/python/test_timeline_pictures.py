@@ -129,6 +129,17 @@ class TestPictures:
         colour = matplotlib.colors.to_rgb(style.WAITING)
         assert at(waiting["thread"], waiting["end_ns"], region["end_ns"]) == pytest.approx(colour)
 
+    @pytest.mark.parametrize("text_first", [True, False])
+    def test_the_strip_is_of_files_with_times(self, tmp_path, text_first):
+        lines = write_lines(tmp_path / "lines", timelines.records(3, 2))
+        text = tmp_path / "text"
+        text.write_text("".join(map(timelines.text_dump, timelines.records(9, 2, seed=5))))
+        both = figures.strip(timeline.read([text, lines] if text_first else [lines, text]))
+        alone = figures.strip(timeline.read(lines))
+        titles = [[axes.get_title(loc="left") for axes in figure.axes] for figure in (both, alone)]
+        assert titles[0] == titles[1]
+        assert figures.strip(timeline.read([text, text])) is None
+
     def test_a_short_range_in_a_long_file_is_seen(self, tmp_path):
         rows = [(0, 10, 59, "a", 5, None, 0), (10**9, 10**9 + 5, 59, "b", 5, None, 0)]
         figure = figures.strip(timeline.read(write_nsys(tmp_path / "f", {"NVTX_EVENTS": rows}, {})))

@@ -7,7 +7,7 @@ idle that had something to do.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from .analysis import covered, union
@@ -89,6 +89,15 @@ def _panel(
     drawn = drawn.assign(row=[row_of.get(key, -1) for key in key_of])
     groups = window[window["kind"] == "group"].sort_values("begin_ns")
     return _Panel(title, begin, end, drawn[drawn["row"] >= 0], groups, rows, len(keys) - len(rows))
+
+
+def _placed(timeline: Timeline) -> Timeline:
+    """What has places in time: text dumps have none."""
+    untimed = [number for number, source in enumerate(timeline.sources) if source.form == "text dump"]
+    if not untimed:
+        return timeline
+    ranges, passes = (table[~table["source"].isin(untimed)] for table in (timeline.ranges, timeline.passes))
+    return replace(timeline, ranges=ranges, passes=passes)
 
 
 def _typical(timeline: Timeline) -> list[_Panel]:
@@ -187,8 +196,9 @@ def strip(timeline: Timeline, whole: bool = False) -> Figure | None:
         timeline: with ranges.
         whole: everything that was kept rather than typical passes, for a window that was chosen.
     """
+    timeline = _placed(timeline)
     ranges = timeline.ranges
-    if not len(ranges) or timeline.sources[0].form == "text dump":
+    if not len(ranges):
         return None
     panels = [] if whole else _typical(timeline)
     if not panels:
