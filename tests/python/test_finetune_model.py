@@ -11,7 +11,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from amx_sft_moe.adapters.base import BaseModel
 from amx_sft_moe.errors import ArgumentError
-from amx_sft_moe.finetune import model, stages
+from amx_sft_moe.finetune import hook, model, stages
 from amx_sft_moe.finetune.errors import FinetuneError
 from amx_sft_moe.finetune.options import parse
 from amx_sft_moe.finetune.terminal import Terminal
@@ -114,3 +114,15 @@ def test_a_family_whose_files_cannot_be_taken_apart_trains(monkeypatch):
     found = make("mixtral", torch.float32)
     assert model.attention_targets(found) == ["k_proj", "o_proj", "q_proj", "v_proj"]
     assert model.attention_left_out(found) == []
+
+
+def test_the_users_limit_of_dumps_is_not_that_of_the_own_one(tmp_path, monkeypatch):
+    """Nor does his trace get steps of a limit that is not his."""
+    trace = tmp_path / "trace.json"
+    monkeypatch.setenv("AMX_SFT_MOE_TRACE", str(trace))
+    monkeypatch.setenv("AMX_SFT_MOE_TRACE_LIMIT", "0.001")
+    found = make("qwen3_moe", torch.float32)
+    ids = torch.arange(8)[None] % 8
+    times = hook.backward_times(found, {"input_ids": ids, "labels": ids}, "portable", 1, tmp_path)
+    assert times.groups.keys() >= {"backward_down", "backward_gate_up"}
+    assert not trace.exists()

@@ -75,14 +75,16 @@ def backward_times(
 
     Nothing is updated and no gradient is kept. The step is run twice and the second counts: the first grows
     buffers. An operator reads AMX_SFT_MOE_TIMER when it is made, so the layers get operators of their own for
-    this.
+    this. A limit that the user has set is for files of his: this dump is not bound by it, and his trace does
+    not get these steps.
     """
     dump = scratch / "timer.txt"
     bare = bare_model(model)
     implementation = bare.config._experts_implementation
     was_training = model.training
     model.train()
-    with _environment({"AMX_SFT_MOE_TIMER": "text", "AMX_SFT_MOE_TIMER_FILE": str(dump)}):
+    own = {"AMX_SFT_MOE_TIMER": "text", "AMX_SFT_MOE_TIMER_FILE": str(dump)}
+    with _environment({**own, "AMX_SFT_MOE_TRACE_LIMIT": "", "AMX_SFT_MOE_TRACE": ""}):
         amx_sft_moe.register(TIMED, kernel=kernel, num_threads=threads)
         bare.set_experts_implementation(TIMED)
         try:
