@@ -9,6 +9,7 @@
 #include <vector>
 
 #include "amx_sft_moe/profile/bounded_file.hpp"
+#include "amx_sft_moe/profile/dump.hpp"
 #include "environment.hpp"
 
 namespace sft_test {
@@ -50,6 +51,32 @@ TEST(LastLine, IsTakenAwayWhereAKillMetIt) {
     std::ofstream(path, std::ios::binary) << before;
     BoundedFile(path.string(), 1 << 24, "[\n", "ended\n").append(record);
     EXPECT_TRUE(contents(path) == after) << before.substr(0, 60) << " became " << contents(path).substr(0, 200);
+  }
+}
+
+// Whichever line of a pass the kill met, and whichever pass is written next.
+TEST(LastLine, OfTextIsTakenAwayToo) {
+  const std::string before = "[GATHER] route: 0.001 ms\n";
+  const std::string forward = before + "[FWD TIMER] forward_gather: 0.001 ms (total: 0.001 ms)\n";
+  const std::string backward = "[DOWN] D1_scatter: 0.001 ms\n";
+  for (const char* piece :
+       {"[", "[G", "[GU] lo", "[GU] lora_pass(up)", "[GU] lora_pass(up): 1.0", "[ACT] silu_backward: 0.002 ms",
+        "[SUM]", "[RW", "[DOWN] D2_quantize: 0.000 ms (not needed)", "[FWD TIMER] forward_down: 0.1",
+        "[BWD TIM", "[BWD TIMER] backward_down: 0.004 ms (total: 0.0", "[TIMER] ended: the file"}) {
+    for (const std::string& record : {forward, backward}) {
+      const auto path = fresh_file("torn_text");
+      std::ofstream(path, std::ios::binary) << before << piece;
+      BoundedFile(path.string(), 1 << 24, "", "ended\n", amx_sft_moe::text_lines()).append(record);
+      EXPECT_EQ(contents(path), before + record) << piece;
+    }
+  }
+  // Whole but for its end, and somebody else's.
+  for (const char* kept :
+       {"[BWD TIMER] backward_down: 0.004 ms (total: 0.004 ms)", "[INFO] step 3", "GU] lo"}) {
+    const auto path = fresh_file("text_without_end");
+    std::ofstream(path, std::ios::binary) << before << kept;
+    BoundedFile(path.string(), 1 << 24, "", "ended\n", amx_sft_moe::text_lines()).append(forward);
+    EXPECT_EQ(contents(path), before + kept + "\n" + forward);
   }
 }
 

@@ -8,6 +8,7 @@
 
 #include <algorithm>
 #include <map>
+#include <regex>
 #include <set>
 #include <string>
 #include <thread>
@@ -154,6 +155,42 @@ TEST(Trace, EndsAtItsLimit) {
   EXPECT_TRUE(lines_of(contents(path)).back().ends_with("}},"));
   EXPECT_NE(lines_of(contents(path)).back().find("{\"ph\":\"i\""), std::string::npos);
   EXPECT_NE(lines_of(contents(dumps)).back().find("{\"format\":\"amx_sft_moe.end/1\""), std::string::npos);
+}
+
+// The mark stands where the last passes do, and takes as much room whatever its numbers are.
+TEST(Trace, MarksItsEndWhenItEnded) {
+  const auto path = fresh_file("ended.json");
+  const Variable trace("AMX_SFT_MOE_TRACE", path.string());
+  const Variable limit("AMX_SFT_MOE_TRACE_LIMIT", "0.05");
+  amx_sft_moe::TimerOutput output = amx_sft_moe::TimerOutput::from_environment();
+  amx_sft_moe::StepRecord record;
+  for (record.begin_ns = 999'000; record.begin_ns < 1'300'000; record.begin_ns += 1000) {
+    record.end_ns = record.begin_ns + 345;
+    output.write(record, {amx_sft_moe::StepKind::kForward, "", "none", 0});
+  }
+  EXPECT_EQ(std::filesystem::file_size(path), 50'000U);
+  const std::string text = contents(path);
+  const std::size_t mark_at = text.rfind('\n', text.size() - 2) + 1;
+  const TraceSlice last = slices_of(text.substr(0, mark_at)).back();
+  const std::string line = text.substr(mark_at, text.size() - mark_at - 1);
+  std::smatch mark;
+  const std::regex form(
+      R"( *\{"ph":"i","s":"g","name":"amx_sft_moe trace ended","pid":(\d+) *,"tid":0 *,"ts":(\d+)\.345 *,)"
+      R"("args":\{"limit_bytes":50000\}\},)");
+  ASSERT_TRUE(std::regex_match(line, mark, form)) << line;
+  EXPECT_EQ(std::stoll(mark[1]), getpid());
+  EXPECT_EQ(std::stoll(mark[2]), last.end_ns / 1000 + 1) << "of the first pass that is not there";
+}
+
+TEST(Trace, EndMarksAreOfOneLength) {
+  std::set<std::size_t> lengths;
+  for (const std::int64_t number :
+       {std::int64_t{0}, std::int64_t{999}, std::int64_t{4'194'304'000}, INT64_MAX}) {
+    std::string text;
+    amx_sft_moe::trace::append_end(text, {number, number}, number, 256'000'000);
+    lengths.insert(text.size());
+  }
+  EXPECT_EQ(lengths.size(), 1U);
 }
 
 TEST(BoundedFile, HoldsWhatFits) {

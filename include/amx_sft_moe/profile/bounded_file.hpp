@@ -31,11 +31,18 @@ class BoundedFile {
  public:
   BoundedFile() = default;
   // `head` opens an empty file, `end` is the end mark.
-  BoundedFile(const std::string& path, std::int64_t limit_bytes, std::string head, std::string end)
-      : path_(absolute(path)), limit_(limit_bytes), head_(std::move(head)), end_(std::move(end)) {}
+  BoundedFile(const std::string& path, std::int64_t limit_bytes, std::string head, std::string end,
+              LineForm form = {})
+      : path_(absolute(path)),
+        limit_(limit_bytes),
+        head_(std::move(head)),
+        end_(std::move(end)),
+        form_(std::move(form)) {}
 
   bool named() const { return !path_.empty(); }
   const std::string& path() const { return path_; }
+  // Another end mark, of one length whoever writes: all of them keep that much free.
+  void end_with(std::string_view end) { end_.assign(end); }
 
   // Whether both names are one file's, which has to exist.
   bool same_as(const BoundedFile& other) const {
@@ -89,7 +96,7 @@ class BoundedFile {
 
   bool append_to(int file, std::int64_t size, std::string_view record, bool locked) const {
     if (size >= limit_) return false;
-    const LastLine last(path_, file, size, record);
+    const LastLine last(path_, file, size, record, form_);
     if (locked && last.is_piece() && ::ftruncate(file, last.begin()) == 0) size = last.begin();
     std::string_view head;
     if (size == 0) head = head_;
@@ -119,6 +126,7 @@ class BoundedFile {
   std::string path_;
   std::int64_t limit_ = 0;
   std::string head_, end_;
+  LineForm form_;
   PipeWriter pipe_;
   std::shared_ptr<const OpenFile> kept_open_;  // of a pipe
   bool holder_stopped_ = false;

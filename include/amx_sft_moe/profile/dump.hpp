@@ -6,6 +6,7 @@
 #include <string_view>
 
 #include "amx_sft_moe/profile/json_text.hpp"
+#include "amx_sft_moe/profile/last_line.hpp"
 #include "amx_sft_moe/profile/step_record.hpp"
 
 AMX_SFT_MOE_NAMESPACE_BEGIN
@@ -66,6 +67,13 @@ void for_each_line(const std::array<T, kPhaseCount>& values, PhaseGroup group, F
 }
 
 }  // namespace dump
+
+// How lines of a text dump begin, the end mark's too, and what all but those of phases end with.
+inline LineForm text_lines() {
+  LineForm form{{"[FWD TIMER] ", "[BWD TIMER] ", "[TIMER] ended: "}, " ms)"};
+  for (const PhaseInfo& info : kPhases) form.beginnings.emplace_back("[").append(info.prefix).append("] ");
+  return form;
+}
 
 // [DOWN] D3_gemm: 41.123 ms
 // [BWD TIMER] backward_down: 193.885 ms (total: 193.885 ms)

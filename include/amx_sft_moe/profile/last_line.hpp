@@ -10,6 +10,7 @@
 #include <cstdint>
 #include <string>
 #include <string_view>
+#include <vector>
 
 #include "amx_sft_moe/core/config_macros.hpp"
 
@@ -29,23 +30,30 @@ class OpenFile {
   int file_;
 };
 
+// How lines begin and end, where they are not all like a record's first one.
+struct LineForm {
+  std::vector<std::string> beginnings;
+  std::string end;
+};
+
 // Of a file that nobody writes meanwhile, or that may have grown since. One that cannot be read counts as one whose last line has its end.
 class LastLine {
  public:
   // `file` is open for writing and has `size` bytes; it is opened once more, by its name, to be read.
-  LastLine(const std::string& path, int file, std::int64_t size, std::string_view record) : begin_(size) {
+  LastLine(const std::string& path, int file, std::int64_t size, std::string_view record, const LineForm& form)
+      : begin_(size) {
     const int read = ::open(path.c_str(), O_RDONLY | O_CLOEXEC | O_NONBLOCK);
     const OpenFile open(read);
     if (read < 0 || !same_file(read, file)) return;
     begin_ = find_begin(read, size);
-    is_piece_ = begin_ < size && is_piece_of_one_like(record, read, size);
+    is_piece_ = begin_ < size && is_piece_of_one_like(record, form, read, size);
   }
 
   // Where it begins: the file's size where it has its end.
   std::int64_t begin() const { return begin_; }
 
-  // Whether it is no more than the beginning of what `record`'s first line could be, by the first bytes of both. A whole line
-  // that has lost nothing but its end, to an editor say, is more.
+  // Whether it is no more than the beginning of what a line of `form`, or `record`'s first line, could be, by
+  // the first bytes of both. A whole line that has lost nothing but its end, to an editor say, is more.
   bool is_piece() const { return is_piece_; }
 
  private:
@@ -61,12 +69,22 @@ class LastLine {
            its.st_ino == others.st_ino;
   }
 
-  bool is_piece_of_one_like(std::string_view record, int read, std::int64_t size) const {
+  bool is_piece_of_one_like(std::string_view record, const LineForm& form, int read, std::int64_t size) const {
+    if (record.size() < 2) return false;
+    const std::string_view first_bytes = record.substr(0, kFirstBytes),
+                           last_byte = record.substr(record.size() - 2, 1);
+    bool ours = form.beginnings.empty() && begins_like(first_bytes, read, size);
+    for (const std::string& beginning : form.beginnings) ours = ours || begins_like(beginning, read, size);
     std::string line;
-    if (!read_at(read, begin_, std::min<std::int64_t>(size - begin_, kFirstBytes), line)) return false;
-    if (record.size() < 2 || record.substr(0, line.size()) != line) return false;
-    if (!read_at(read, begin_, size - begin_, line)) return false;
-    return !(closes_braces(line) && line.back() == record[record.size() - 2]);
+    if (!ours || !read_at(read, begin_, size - begin_, line)) return false;
+    return !(closes_braces(line) && line.ends_with(form.end.empty() ? last_byte : form.end));
+  }
+
+  // As far as it goes.
+  bool begins_like(std::string_view beginning, int read, std::int64_t size) const {
+    std::string bytes;
+    const auto count = std::min(size - begin_, static_cast<std::int64_t>(beginning.size()));
+    return read_at(read, begin_, count, bytes) && beginning.starts_with(bytes);
   }
 
   // Whether every brace of a JSON text is closed again.

@@ -26,20 +26,19 @@ class TimerOutput {
     TimerOutput output;
     output.form_ = form_from_environment();
     const std::int64_t limit = limit_from_environment();
-    const std::string why = concat("\"limit_bytes\":", limit);
     if (const char* path = variable("AMX_SFT_MOE_TIMER_FILE"); path != nullptr && output.form_ != Form::kNone) {
-      output.dumps_ = BoundedFile(path, limit, "",
-                                  output.form_ == Form::kJson
-                                      ? concat(R"({"format":"amx_sft_moe.end/1",)", why, "}\n")
-                                      : concat("[TIMER] ended: the file reached its ", limit, " bytes\n"));
+      output.dumps_ =
+          output.form_ == Form::kJson
+              ? BoundedFile(path, limit, "",
+                            concat(R"({"format":"amx_sft_moe.end/1","limit_bytes":)", limit, "}\n"))
+              : BoundedFile(path, limit, "", concat("[TIMER] ended: the file reached its ", limit, " bytes\n"),
+                            text_lines());
       if (!output.dumps_.begin(/*regular=*/false))
         throw ArgumentError(concat("AMX_SFT_MOE_TIMER_FILE: expected a file to append to, got ", path));
     }
     if (const char* path = variable("AMX_SFT_MOE_TRACE"); path != nullptr) {
-      output.trace_ = BoundedFile(
-          path, limit, "[\n",
-          concat(R"({"ph":"i","s":"g","name":"amx_sft_moe trace ended","pid":0,"tid":0,"ts":0,"args":{)", why,
-                 "}},\n"));
+      output.trace_ = BoundedFile(path, limit, "[\n", "");
+      output.limit_ = limit;
       if (!output.trace_.begin(/*regular=*/true))
         throw ArgumentError(concat("AMX_SFT_MOE_TRACE: expected a file to append to, got ", path));
       if (output.trace_.same_as(output.dumps_))
@@ -76,6 +75,9 @@ class TimerOutput {
       buffer_.clear();
       append_names(record.threads);
       append_trace(buffer_, record, label, lane_);
+      trace_end_.clear();
+      trace::append_end(trace_end_, lane_, record.end_ns, limit_);
+      trace_.end_with(trace_end_);
       if (!trace_.append(buffer_)) named_threads_ = 0;  // their names are lost with it
     }
   }
@@ -131,7 +133,8 @@ class TimerOutput {
   BoundedFile dumps_;  // without a name: standard error
   StandardError standard_error_;
   BoundedFile trace_;
-  std::string buffer_;  // kept, so that a steady state does not allocate
+  std::int64_t limit_ = 0;          // of the trace
+  std::string buffer_, trace_end_;  // kept, so that a steady state does not allocate
   TraceLane lane_;
   int named_threads_ = 0;
 };

@@ -8,31 +8,14 @@
 // A span's FLOP and bytes are its share of its phase's by time: what a single task did is not known.
 #pragma once
 
-#include <sys/syscall.h>
-#include <unistd.h>
-
 #include <cmath>
+#include <utility>
 
 #include "amx_sft_moe/profile/dump.hpp"
 #include "amx_sft_moe/profile/json_text.hpp"
+#include "amx_sft_moe/profile/trace_lane.hpp"
 
 AMX_SFT_MOE_NAMESPACE_BEGIN
-
-// Where a trace shows the events of a calling thread.
-struct TraceLane {
-  std::int64_t pid = 0;
-  std::int64_t first_tid = 0;  // of the team's thread 0; the others follow
-
-  // The team's numbers for the process' main thread. Other callers have teams of their own, at the same time
-  // maybe, and get tracks of their own.
-  static TraceLane of_caller() {
-    constexpr std::int64_t kMostThreads = 1000;  // with tracks of their own; readers know it
-    const std::int64_t pid = ::getpid();
-    const std::int64_t tid = ::syscall(SYS_gettid);
-    return {pid, tid == pid ? 0 : tid * kMostThreads};
-  }
-  friend bool operator==(const TraceLane&, const TraceLane&) = default;
-};
 
 namespace trace {
 
@@ -121,6 +104,27 @@ inline void append_counter(std::string& out, std::string_view name, const TraceL
   append_microseconds(out, "ts", ns);
   out += ",\"args\":{\"value\":";
   json_text::append_number(out, value);
+  end_event(out);
+}
+
+// An instant: `limit_bytes` of the file are full. Numbers are filled up with blanks, so that all writers know how
+// much room it takes.
+inline void append_end(std::string& out, const TraceLane& lane, std::int64_t ns, std::int64_t limit_bytes) {
+  constexpr std::size_t kWidest = 20;  // of an integer; one of microseconds has a point, but fewer digits
+  const auto fill_up = [&out](std::size_t key_at, std::string_view key) {
+    out.resize(key_at + key.size() + kWidest, ' ');
+  };
+  out += R"({"ph":"i","s":"g","name":"amx_sft_moe trace ended")";
+  for (const auto& [key, number] : {std::pair{"pid", lane.pid}, std::pair{"tid", lane.first_tid}}) {
+    const std::size_t at = out.size();
+    json_text::append(out, key, number);
+    fill_up(at, R"(,"pid":)");
+  }
+  const std::size_t at = out.size();
+  append_microseconds(out, "ts", ns);
+  fill_up(at, R"(,"ts":)");
+  out += R"(,"args":{"limit_bytes":)";
+  json_text::append_integer(out, limit_bytes);
   end_event(out);
 }
 
