@@ -25,6 +25,16 @@ Tensor transposed_like(const Tensor& matrix) {
 
 }  // namespace
 
+namespace {
+
+// Kernel onednn's module makes operators too, and each module's library counts its own.
+std::int64_t next_number() {
+  static std::atomic<std::int64_t> made{0};
+  return made.fetch_add(1, std::memory_order_relaxed) + 1;
+}
+
+}  // namespace
+
 Guard::Guard(std::atomic_flag& in_use, std::string_view call) : in_use_(in_use) {
   if (in_use_.test_and_set(std::memory_order_acquire)) {
     throw StateError(
@@ -58,6 +68,7 @@ void Operator::set_base(py::handle gate_proj, py::handle up_proj, py::handle dow
                               entries_.size(), " forwards wait for their backward, got ", name_of(base.dtype)));
     }
     moe_ = kernel_.kernels().make(kernel_.name_for(base.dtype), config_, base.views, {}, workspace_);
+    moe_->set_number(next_number());
     moe_->set_observer(ranges_.get());
   } else {
     moe_->set_base(base.views);

@@ -45,6 +45,7 @@ class Moe {
   std::string backward_text() const;
   void set_observer(amx_sft_moe::StepObserver* observer);
   void set_name(const std::string& name);
+  void set_number(std::int64_t number);
   amx_sft_moe::MemoryReport memory() const;
 
  private:

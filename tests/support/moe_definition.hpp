@@ -99,6 +99,11 @@ void Moe<Kernel>::set_name(const std::string& name) {
 }
 
 template <class Kernel>
+void Moe<Kernel>::set_number(std::int64_t number) {
+  moe_->set_number(number);
+}
+
+template <class Kernel>
 amx_sft_moe::MemoryReport Moe<Kernel>::memory() const {
   return moe_->memory();
 }

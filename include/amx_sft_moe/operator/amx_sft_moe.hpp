@@ -147,6 +147,12 @@ class AMX_SFT_MOE {
     const InUse own = own_use();
     config_.name = std::move(name);
   }
+  // Of the operator, in dumps from now on. Each shared library counts the operators that it makes itself: who makes
+  // some by several of them counts them all.
+  void set_number(std::int64_t number) {
+    const InUse own = own_use();
+    number_ = number;
+  }
   MemoryReport memory() const {
     const InUse own = own_use(), shared = workspace_use();
     return {workspace_->bytes(), stack_.bytes()};

@@ -56,6 +56,7 @@ class AnySftMoe {
   virtual void set_observer(StepObserver* observer) = 0;
   virtual void set_name(std::string name) = 0;
   virtual MemoryReport memory() const = 0;
+  virtual void set_number(std::int64_t number) = 0;
 };
 
 AMX_SFT_MOE_NAMESPACE_END

@@ -82,6 +82,7 @@ class TypedSftMoe final : public AnySftMoe {
   void set_observer(StepObserver* observer) override { moe_.set_observer(observer); }
   void set_name(std::string name) override { moe_.set_name(std::move(name)); }
   MemoryReport memory() const override { return moe_.memory(); }
+  void set_number(std::int64_t number) override { moe_.set_number(number); }
 
  private:
   static const BaseWeights<Weight>& typed(const AnyBaseWeights& weights) {

@@ -10,7 +10,7 @@
 
 AMX_SFT_MOE_NAMESPACE_BEGIN
 
-// 1, 2, ... in the order in which operators are made. For labels in dumps only.
+// 1, 2, ... in the order in which this shared library (or program) makes operators. For labels in dumps only.
 inline std::int64_t next_operator_number() {
   static std::atomic<std::int64_t> made{0};
   return made.fetch_add(1, std::memory_order_relaxed) + 1;
