@@ -4,6 +4,7 @@
 
 #include <regex>
 #include <string>
+#include <thread>
 #include <utility>
 
 #include "environment.hpp"
@@ -62,6 +63,39 @@ TEST(TimerOutput, JsonIsOneLineAStep) {
   EXPECT_EQ(lines_with(text, R"(,"tokens":20,"routed_rows":40,"threads":2,"begin_ns":)"), 2U);
   EXPECT_EQ(lines_with(text, "\"GU3_lora_passes_total\":"), 1U);
   EXPECT_EQ(lines_with(text, ""), 2U);
+}
+
+// Threads of a process call at the same time: a line says whose team is meant, by the numbers of the trace.
+TEST(TimerOutput, JsonSaysWhoCalled) {
+  const auto path = fresh_file("timer_callers");
+  const Variable form("AMX_SFT_MOE_TIMER", "json");
+  const Variable file("AMX_SFT_MOE_TIMER_FILE", path.string());
+  amx_sft_moe::TimerOutput output = amx_sft_moe::TimerOutput::from_environment();
+  amx_sft_moe::StepRecord record;
+  record.begin_ns = 1;
+  const auto write = [&] { output.write(record, {amx_sft_moe::StepKind::kForward, "", "none", 7}); };
+  write();
+  std::int64_t other = 0;
+  std::jthread([&] {
+    other = amx_sft_moe::TraceLane::of_caller().first_tid;
+    write();
+  }).join();
+  EXPECT_EQ(lines_with(contents(path), R"(,"caller":0,"operator":7,)"), 1U);
+  EXPECT_GE(other, 1000);
+  EXPECT_EQ(lines_with(contents(path), ",\"caller\":" + std::to_string(other) + ","), 1U);
+}
+
+// By who counts the operators of several libraries.
+TEST(TimerOutput, NumbersCanBeGiven) {
+  const auto path = fresh_file("timer_numbers");
+  const Variable form("AMX_SFT_MOE_TIMER", "json");
+  const Variable file("AMX_SFT_MOE_TIMER_FILE", path.string());
+  const Problem problem = random_problem(kCase, kPlain, DType::kBf16);
+  Moe<PortableBf16> moe = make_moe<PortableBf16>(problem);
+  moe.set_number(1234);
+  const Outputs out(problem);
+  run_step(moe, problem, out);
+  EXPECT_EQ(lines_with(contents(path), R"("operator":1234,)"), 2U);
 }
 
 TEST(TimerOutput, SilentUnlessAsked) {

@@ -18,12 +18,13 @@ from typing import Any
 
 import pytest
 
+from amx_sft_moe.kernels import load_onednn
 from cases import Sizes
 from reference import make_layer, run
 
 SIZES = Sizes(experts=6, hidden=64, intermediate=48, ranks=(4, 8, 4), tokens=40)
 KEYS = (
-    "format step index name kernel pid operator tokens routed_rows threads begin_ns end_ns total_ms "
+    "format step index name kernel pid caller operator tokens routed_rows threads begin_ns end_ns total_ms "
     "sync_points phases_ms groups_ms phases_flop phases_bytes regions"
 )
 
@@ -198,6 +199,17 @@ def test_names_and_numbers_of_operators(files: dict[str, Path]) -> None:
         SIZES.operator(name=3)
 
 
+def test_operators_of_all_modules_have_numbers_of_their_own(files: dict[str, Path]) -> None:
+    if load_onednn()[0] is None:
+        pytest.skip("kernel onednn is not there")
+    layer = make_layer(SIZES)
+    for kernel in ("portable", "onednn", "onednn", "portable"):
+        run(SIZES.operator(kernel=kernel), layer)
+    numbers = [line["operator"] for line in lines_of(files["json"])[::2]]
+    assert numbers == list(range(numbers[0], numbers[0] + 4))
+    assert [event["args"]["operator"] for event in steps_of(files["trace"])[::2]] == numbers
+
+
 def test_operators_and_threads_share_files(files: dict[str, Path]) -> None:
     layer = make_layer(SIZES)
     operators = [SIZES.operator(num_threads=2, name=f"layer {n}") for n in range(4)]
@@ -221,6 +233,9 @@ def test_operators_and_threads_share_files(files: dict[str, Path]) -> None:
     assert all(len(layers) == 1 for layers in tracks.values()), "callers have tracks of their own"
     named = {event["tid"] for event in events if event["name"] == "thread_name"}
     assert set(tracks) <= named
+    callers = {line["name"]: line["caller"] for line in lines}
+    assert {event["args"]["layer"]: event["tid"] for event in events if event.get("cat") == "step"} == callers
+    assert len(set(callers.values())) == len(operators)
 
 
 def test_files_end_at_their_limit(files: dict[str, Path], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -236,7 +251,9 @@ def test_files_end_at_their_limit(files: dict[str, Path], monkeypatch: pytest.Mo
     assert lines[-1] == {"format": "amx_sft_moe.end/1", "limit_bytes": 100_000}
     events = events_of(files["trace"])
     assert [event["name"] for event in events].count("amx_sft_moe trace ended") == 1
-    assert events[-1]["ph"] == "i"
+    assert (events[-1]["ph"], events[-1]["pid"]) == ("i", os.getpid())
+    last = steps_of(files["trace"])[-1]
+    assert last["ts"] + last["dur"] < events[-1]["ts"] <= time.monotonic_ns() / 1000
 
 
 @pytest.mark.parametrize("limit", ["0", "-3", "many", "1 MB"])

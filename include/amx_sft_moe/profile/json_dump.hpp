@@ -1,6 +1,8 @@
 // A StepRecord as one line of JSON, the format "amx_sft_moe.step/1":
 //
 //   step, index, name, kernel, pid, operator    which pass of which operator
+//   caller                                      whose team: its thread t is the process' caller + t
+//                                               (profile/trace_lane.hpp)
 //   tokens, routed_rows, threads                of the call
 //   begin_ns, end_ns, total_ms, sync_points     of the pass; ns of the steady clock
 //   phases_ms, groups_ms                        wall milliseconds by published name, up to the slowest thread
@@ -10,10 +12,9 @@
 //                                               spans [phase, begin_ns, end_ns, tasks] and spans_dropped
 #pragma once
 
-#include <unistd.h>
-
 #include "amx_sft_moe/profile/dump.hpp"
 #include "amx_sft_moe/profile/json_text.hpp"
+#include "amx_sft_moe/profile/trace_lane.hpp"
 
 AMX_SFT_MOE_NAMESPACE_BEGIN
 
@@ -125,7 +126,9 @@ inline void append_json_dump(std::string& out, const StepRecord& record, const S
   json_text::append_string(out, label.name);
   json_text::append_key(out, "kernel");
   json_text::append_string(out, label.kernel);
-  json_text::append(out, "pid", ::getpid());
+  const TraceLane lane = TraceLane::of_caller();
+  json_text::append(out, "pid", lane.pid);
+  json_text::append(out, "caller", lane.first_tid);
   json_text::append(out, "operator", label.operator_number);
   json_text::append(out, "tokens", record.tokens);
   json_text::append(out, "routed_rows", record.routed_rows);
