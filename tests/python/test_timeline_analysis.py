@@ -341,9 +341,9 @@ class TestKeyFigures:
         line = self.line(D3_gemm=(100, 10))
         threads = [
             {"thread": t, "begin_ns": 0, "end_ns": end, "busy_ns": {"D3_gemm": end}}
-            for t, end in ((0, 100), (1, 20))
+            for t, end in ((0, 1_000_000), (1, 200_000))
         ]
-        line["regions"] = [{"group": "backward_down", "begin_ns": 0, "end_ns": 100, "threads": threads}]
+        line["regions"] = [{"group": "backward_down", "begin_ns": 0, "end_ns": 1_000_000, "threads": threads}]
         bound = key_figures.phase_table(timeline.read(write_lines(tmp_path / "f", [line])))["bound"]["D3_gemm"]
         assert bound.startswith("waiting (40% of thread time")
 
