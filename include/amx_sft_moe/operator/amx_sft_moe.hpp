@@ -147,8 +147,8 @@ class AMX_SFT_MOE {
     const InUse own = own_use();
     config_.name = std::move(name);
   }
-  // Of the operator, in dumps from now on. Each shared library counts the operators that it makes itself: who makes
-  // some by several of them counts them all.
+  // Of the operator, in dumps from now on. Each shared library counts the operators that it makes itself: who
+  // makes some by several of them counts them all.
   void set_number(std::int64_t number) {
     const InUse own = own_use();
     number_ = number;

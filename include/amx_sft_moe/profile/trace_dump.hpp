@@ -107,8 +107,8 @@ inline void append_counter(std::string& out, std::string_view name, const TraceL
   end_event(out);
 }
 
-// An instant: `limit_bytes` of the file are full. Numbers are filled up with blanks, so that all writers know how
-// much room it takes.
+// An instant: `limit_bytes` of the file are full. Numbers are filled up with blanks, so that all writers know
+// how much room it takes.
 inline void append_end(std::string& out, const TraceLane& lane, std::int64_t ns, std::int64_t limit_bytes) {
   constexpr std::size_t kWidest = 20;  // of an integer; one of microseconds has a point, but fewer digits
   const auto fill_up = [&out](std::size_t key_at, std::string_view key) {
