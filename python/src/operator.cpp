@@ -23,10 +23,6 @@ Tensor transposed_like(const Tensor& matrix) {
                   ResultMemory::kKept);
 }
 
-}  // namespace
-
-namespace {
-
 // Kernel onednn's module makes operators too, and each module's library counts its own.
 std::int64_t next_number() {
   static std::atomic<std::int64_t> made{0};
