@@ -21,7 +21,6 @@ from amx_sft_moe.errors import ArgumentError
 from amx_sft_moe.finetune import adapter, cli, job, model, output, stages
 from amx_sft_moe.finetune.corpus import Example
 from amx_sft_moe.finetune.errors import FinetuneError
-from amx_sft_moe.finetune.model import Trained
 from amx_sft_moe.finetune.options import OURS, Options, parse
 from amx_sft_moe.finetune.terminal import Terminal
 from amx_sft_moe.finetune.tokenizer import train_tokenizer
@@ -209,8 +208,7 @@ def test_a_diverged_adapter_replaces_none(tmp_path, monkeypatch, capsys):
     )
     assert re.search(message, capsys.readouterr().err)
     assert {path.name: path.read_bytes() for path in out.rglob("*") if path.is_file()} == before
-    trained = Trained(1, 1, 1, 1)
-    adapted = stages.Adapted(torch.nn.Linear(2, 2), {}, trained, Curve(held_out=[(0, 1.0), (3, float("nan"))]))
+    adapted = stages.Adapted(torch.nn.Linear(2, 2), {}, Curve(held_out=[(0, 1.0), (3, float("nan"))]))
     with pytest.raises(FinetuneError, match=r"a held-out loss of nan: nothing was kept, .* --learning-rate"):
         stages.keep(wanted, None, None, adapted, None)
     torch.nn.init.constant_(adapted.model.bias, float("inf"))

@@ -61,6 +61,7 @@ class TestOptions:
             ["--rank", "0"],
             ["--steps", "0"],
             ["--compare-steps", "-1"],
+            ["--compare-steps", str(10**10)],
             ["--learning-rate", "0"],
             ["--learning-rate", "inf"],
             ["--alpha", "nan"],
@@ -257,7 +258,7 @@ def test_lanes_leave_out_the_step_that_warms_up():
 
 def test_compared_batches_use_each_row_once_before_any_comes_again():
     blocks = pack([Encoded([n] * 8, [-100] + [n] * 7) for n in range(10, 16)], 8, padding_id=1)
-    batches = comparison.batches(blocks, 3, 4, seed=1)
+    batches = list(comparison.batches(blocks, 3, 4, seed=1))
     rows = [int(row[0]) for batch in batches for row in batch["input_ids"]]
     assert sorted(rows[:6]) == list(range(10, 16))
     assert len(set(rows[6:])) == 6
@@ -266,6 +267,13 @@ def test_compared_batches_use_each_row_once_before_any_comes_again():
     assert rows != [
         int(row[0]) for batch in comparison.batches(blocks, 3, 4, seed=2) for row in batch["input_ids"]
     ]
+    assert next(comparison.batches(blocks, 10**4, 4, seed=1))["input_ids"].equal(batches[0]["input_ids"])
+
+
+def test_compared_batches_have_as_many_rows_as_those_of_training():
+    blocks = pack([Encoded([n] * 8, [-100] + [n] * 7) for n in range(10, 13)], 8, padding_id=1)
+    for batch in comparison.batches(blocks, 2, 100, seed=1):
+        assert sorted(batch["input_ids"][:, 0].tolist()) == [10, 11, 12]
 
 
 class _Losses(torch.nn.Module):

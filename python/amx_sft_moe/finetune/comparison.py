@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 
@@ -42,13 +42,19 @@ class Lane:
         return self.experts / self.median("step")
 
 
-def batches(blocks: TokenBlocks, steps: int, batch_size: int, seed: int) -> list[dict[str, torch.Tensor]]:
-    """`steps` batches of `batch_size` rows drawn by `seed`, each row once before any comes again."""
+def batches(blocks: TokenBlocks, steps: int, batch_size: int, seed: int) -> Iterator[dict[str, torch.Tensor]]:
+    """`steps` batches of as many rows as in training, drawn by `seed`, each row once before any comes again.
+
+    Each is made when it is asked for: all of many steps would not fit into memory.
+    """
     generator = torch.Generator().manual_seed(seed)
+    count = blocks.rows_of_step(batch_size)
     rows: list[int] = []
-    while len(rows) < steps * batch_size:
-        rows += torch.randperm(len(blocks), generator=generator).tolist()
-    return [blocks.batch(rows[step * batch_size : (step + 1) * batch_size]) for step in range(steps)]
+    for _ in range(steps):
+        while len(rows) < count:
+            rows += torch.randperm(len(blocks), generator=generator).tolist()
+        yield blocks.batch(rows[:count])
+        del rows[:count]
 
 
 class _Runner:
@@ -105,10 +111,11 @@ def _left_as_it_was(model: torch.nn.Module) -> Iterator[None]:
 def compare(
     models: Mapping[str, torch.nn.Module],
     start: dict[str, torch.Tensor],
-    steps: Sequence[dict[str, torch.Tensor]],
+    steps: Iterable[dict[str, torch.Tensor]],
+    count: int,
     learning_rate: float,
 ) -> list[Lane]:
-    """Runs each batch of `steps` once per implementation, each lane from the adapter `start`.
+    """Runs each of the `count` batches of `steps` once per implementation, each lane from the adapter `start`.
 
     `models` has the model of each implementation, by its name; it may be one for all. The lanes take turns, and
     who goes first changes with every batch, so that what else the machine does meets both. The models are
@@ -118,7 +125,8 @@ def compare(
     with ExitStack() as stack:
         for model in {id(model): model for model in models.values()}.values():
             stack.enter_context(_left_as_it_was(model))
-        for batch in stack.enter_context(tqdm(steps, desc="compare", unit="step", dynamic_ncols=True)):
+        bar = tqdm(steps, desc="compare", total=count, unit="step", dynamic_ncols=True)
+        for batch in stack.enter_context(bar):
             for runner in runners:
                 runner.step(batch)
             runners.reverse()

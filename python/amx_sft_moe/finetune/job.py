@@ -13,15 +13,16 @@ from pathlib import Path
 from typing import TypeVar
 
 import torch
+from peft import PeftModel
 
 from amx_sft_moe.adapters.files import CONFIG
 from amx_sft_moe.errors import cause_of
 
-from . import comparison, hook, model, output, report, results, stages
+from . import hook, model, output, report, results, stages
 from .errors import FinetuneError
 from .options import Options
 from .plot import draw
-from .stages import Adapted, Base, Text, Tokens
+from .stages import Base, Text, Tokens
 from .terminal import Terminal
 
 Found = TypeVar("Found")
@@ -60,10 +61,17 @@ def run(options: Options, say: Terminal | None = None) -> results.Results:
             examples = stages.encode_examples(options, text, base, say)
             with_adapter = stages.load_adapted(options, base, say)
             tokens = stages.lay_out(options, examples, with_adapter, say)
+            # What there is to say of them is found out before training: failing here costs nothing yet.
+            known = partial(
+                results.Results,
+                options=options,
+                environment=environment,
+                data=_data(text, base, tokens),
+                model=_model(options, with_adapter),
+                base=base.curve,
+            )
             adapted = stages.train_adapter(options, with_adapter, tokens, scratch, say)
-        found = _trained(options, environment, text, base, tokens, adapted)
-        count = max(options.compare_steps, 1)
-        batches = comparison.batches(tokens.training, count, options.batch_size, options.seed)
+        found = known(lora=adapted.curve, adapter=results.Adapter(0, adapted.curve.held_out[-1][1]))
         # Nothing that fails from here on, the process being killed included, keeps back what is known by then.
         with say.stage("The adapter, read back by stock PEFT"):
             base, found.adapter.fused, found.failed = stages.keep(options, out, base, adapted, say)
@@ -71,10 +79,10 @@ def run(options: Options, say: Terminal | None = None) -> results.Results:
         _write(replace(found, seconds=dict(say.seconds), failed=dict(found.failed)), options.output)
         if options.compare_steps:
             with say.stage("The same steps with torch's grouped_mm"):
-                compare = partial(stages.compare, options, base, adapted, batches, say)
+                compare = partial(stages.compare, options, base, adapted, tokens.training, say)
                 found.comparison = _tried("the comparison", compare, found, say)
         with say.stage("Where the time of a backward goes"):
-            dump = partial(stages.backward_times, options, adapted, batches[0], scratch, say)
+            dump = partial(stages.backward_times, options, adapted, tokens.training, scratch, say)
             found.backward = _tried(output.TIMES, dump, found, say)
         found.seconds = dict(say.seconds)
         _write(found, options.output)
@@ -101,21 +109,6 @@ def _environment(kernel: str, threads: int) -> dict[str, str]:
     }
 
 
-def _trained(
-    options: Options, environment: dict[str, str], text: Text, base: Base, tokens: Tokens, adapted: Adapted
-) -> results.Results:
-    """What is known before anything is written."""
-    return results.Results(
-        options=options,
-        environment=environment,
-        data=_data(text, base, tokens),
-        model=_model(options, adapted),
-        base=base.curve,
-        lora=adapted.curve,
-        adapter=results.Adapter(0, adapted.curve.held_out[-1][1]),
-    )
-
-
 def _data(text: Text, base: Base, tokens: Tokens) -> results.Data:
     return results.Data(
         prose=f"prose of {stages.LIBRARY}" if base.prose else "",
@@ -132,18 +125,18 @@ def _data(text: Text, base: Base, tokens: Tokens) -> results.Data:
     )
 
 
-def _model(options: Options, adapted: Adapted) -> results.Model:
-    sizes = model.expert_sizes(adapted.model)
+def _model(options: Options, adapted: PeftModel) -> results.Model:
+    sizes, trained = model.expert_sizes(adapted), model.trained_parameters(adapted)
     return results.Model(
         name="Qwen3-MoE, made and trained here" if options.model is None else str(options.model),
-        layers=model.bare_model(adapted.model).config.get_text_config().num_hidden_layers,
+        layers=model.bare_model(adapted).config.get_text_config().num_hidden_layers,
         hidden=sizes.hidden,
         intermediate=sizes.intermediate,
         experts=sizes.experts,
         top_k=sizes.top_k,
-        frozen=adapted.trained.frozen,
-        trained_experts=adapted.trained.experts,
-        trained_attention=adapted.trained.attention,
+        frozen=trained.frozen,
+        trained_experts=trained.experts,
+        trained_attention=trained.attention,
     )
 
 

@@ -202,7 +202,7 @@ def parser() -> argparse.ArgumentParser:
     add(
         "--compare-steps",
         "steps to compare with torch's grouped_mm, 0 for none",
-        type=_at_least(0),
+        type=_at_least(0, _MOST_STEPS),
         metavar="N",
     )
     group.add_argument(

@@ -60,6 +60,10 @@ class TokenBlocks(Dataset[dict[str, torch.Tensor]]):
         """The three tensors by the names that the model's forward gives them."""
         return {"input_ids": self.input_ids, "labels": self.labels, "position_ids": self.position_ids}
 
+    def rows_of_step(self, batch_size: int) -> int:
+        """How many rows a step of `batch_size` takes: fewer blocks are one short batch."""
+        return min(batch_size, len(self))
+
     def batch(self, indices: Sequence[int]) -> dict[str, torch.Tensor]:
         """The rows `indices` of each tensor, [len(indices), L]."""
         rows = torch.as_tensor(indices)

@@ -18,7 +18,6 @@ from . import adapter, comparison, corpus, hook, jsonl, model, packing, report, 
 from .corpus import Document, Example
 from .errors import DivergedError, FinetuneError
 from .held_out import IGNORED
-from .model import Trained
 from .options import OURS, TORCH_GROUPED, Options
 from .output import ADAPTER, BASE, Output
 from .packing import Encoded, TokenBlocks
@@ -81,7 +80,6 @@ class Adapted:
 
     model: PeftModel
     start: dict[str, torch.Tensor]
-    trained: Trained
     curve: Curve
 
 
@@ -237,7 +235,7 @@ def train_adapter(
     except DivergedError as error:
         raise FinetuneError(f"{error}: {_advice(options)}") from error
     _say_curve(say, curve)
-    return Adapted(adapted, start, trained, curve)
+    return Adapted(adapted, start, curve)
 
 
 def keep(
@@ -319,7 +317,7 @@ def read_back(
 
 
 def compare(
-    options: Options, base: Base, adapted: Adapted, batches: Sequence[dict[str, torch.Tensor]], say: Terminal
+    options: Options, base: Base, adapted: Adapted, blocks: TokenBlocks, say: Terminal
 ) -> list[comparison.Lane] | None:
     """The same steps with torch's grouped_mm beside ours, where memory is left for W + BA of all layers.
 
@@ -339,7 +337,9 @@ def compare(
         stacked = model.load_stacked(base.folder, dense, TORCH_GROUPED)
         other = model.add_adapter(stacked, options.rank, options.alpha, options.seed)
     models = {OURS: adapted.model, TORCH_GROUPED: other}
-    lanes = comparison.compare(models, adapted.start, batches, options.learning_rate)
+    count = options.compare_steps
+    batches = comparison.batches(blocks, count, options.batch_size, options.seed)
+    lanes = comparison.compare(models, adapted.start, batches, count, options.learning_rate)
     for table in (report.step_loss_table(*lanes), report.step_time_table(*lanes)):
         say.table(table)
     return lanes
@@ -352,9 +352,10 @@ def _copies(options: Options) -> int:
 
 
 def backward_times(
-    options: Options, adapted: Adapted, batch: dict[str, torch.Tensor], scratch: Path, say: Terminal
+    options: Options, adapted: Adapted, blocks: TokenBlocks, scratch: Path, say: Terminal
 ) -> hook.BackwardTimes:
     """The timing dump of one layer's backward."""
+    (batch,) = comparison.batches(blocks, 1, options.batch_size, options.seed)
     times = hook.backward_times(adapted.model, batch, options.kernel, options.threads, scratch)
     say.fact("layer", f"{times.layer} of {times.layers}, {batch['input_ids'].numel():,} tokens")
     say.text(times.text)

@@ -161,14 +161,13 @@ def train(
 ) -> Curve:
     """Trains what requires a gradient for `steps` steps of `batch_size` rows, AdamW with a cosine schedule.
 
-    `blocks` [N, L] are shuffled by `seed` in each pass. The held-out loss is taken before, at most
-    EVALUATIONS - 1 times on the way, and after. The same arguments give the same weights, bit for
-    bit. `scratch` is the Trainer's own folder; nothing is left in it.
+    `blocks` [N, L] are shuffled by `seed` in each pass; fewer than `batch_size` are one short batch. The
+    held-out loss is taken before, at most EVALUATIONS - 1 times on the way, and after. The same arguments give
+    the same weights, bit for bit. `scratch` is the Trainer's own folder; nothing is left in it.
 
     Raises FinetuneError where the model has no finite loss to begin with, DivergedError once a step has none.
     """
-    rows = min(batch_size, len(blocks))  # fewer blocks are one short batch
-    curve = Curve(tokens_per_step=blocks.tokens / len(blocks) * rows)
+    curve = Curve(tokens_per_step=blocks.tokens / len(blocks) * blocks.rows_of_step(batch_size))
 
     def evaluate() -> float:
         return held_out_loss(model, held_out.tensors(), batch_size)
