@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import signal
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -74,3 +75,11 @@ def one_process(tmp_path: Path) -> Iterator[None]:
     distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
     yield
     distributed.destroy_process_group()
+
+
+@pytest.fixture
+def interruptible() -> Iterator[None]:
+    """Python's own handler of Ctrl-C, which jobs in the background begin without."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)

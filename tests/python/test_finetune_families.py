@@ -210,10 +210,10 @@ def test_a_diverged_adapter_replaces_none(tmp_path, monkeypatch, capsys):
     assert {path.name: path.read_bytes() for path in out.rglob("*") if path.is_file()} == before
     adapted = stages.Adapted(torch.nn.Linear(2, 2), {}, Curve(held_out=[(0, 1.0), (3, float("nan"))]))
     with pytest.raises(FinetuneError, match=r"a held-out loss of nan: nothing was kept, .* --learning-rate"):
-        stages.keep(wanted, None, None, adapted, None)
+        stages.keep(wanted, None, None, adapted, None, None, None)
     torch.nn.init.constant_(adapted.model.bias, float("inf"))
     with pytest.raises(FinetuneError, match="numbers that are not finite in bias"):
-        stages.keep(wanted, None, None, adapted, None)
+        stages.keep(wanted, None, None, adapted, None, None, None)
 
 
 def test_tokens_that_the_model_does_not_know(tmp_path):

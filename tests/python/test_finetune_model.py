@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -94,7 +95,8 @@ def test_what_peft_takes_for_experts_by_its_name_is_left_out_and_said(monkeypatc
     assert model.attention_targets(found) == ["k_proj", "o_proj", "q_proj", "v_proj"]
     monkeypatch.setattr(model, "load_model", lambda *arguments: found)
     place = Path("checkpoint")
-    adapted = stages.load_adapted(parse(["--quick"]), stages.Base(place, place, None), Terminal(1))
+    out = SimpleNamespace(require_space=lambda *arguments: None)
+    adapted = stages.load_adapted(parse(["--quick"]), out, stages.Base(place, place, None), Terminal(1))
     said = " ".join(capsys.readouterr().out.split())
     assert "left out self_attn.gate_proj: PEFT takes the name for an expert's, so it gets no LoRA" in said
     assert model.trained_parameters(adapted).layers == 2

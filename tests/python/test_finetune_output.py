@@ -93,14 +93,6 @@ def test_what_was_there_survives_an_interruption(tmp_path: Path, interruption: t
     assert {path.name for path in tmp_path.iterdir()} == {"adapter", "base-model", "todo", *REPORTS}
 
 
-@pytest.fixture
-def interruptible() -> Iterator[None]:
-    """Python's own handler of Ctrl-C, which jobs in the background begin without."""
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)
-    yield
-    signal.signal(signal.SIGINT, before)
-
-
 class Stopped(BaseException):
     """SIGTERM has reached the handler that was there before the command."""
 

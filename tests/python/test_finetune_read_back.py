@@ -43,9 +43,9 @@ def test_another_loss_in_stock_peft_has_a_status_of_its_own(
     here = []
     original = stages.keep
 
-    def keep(options, out, base, adapted, say):
+    def keep(options, out, base, adapted, *rest):
         here.append(adapted.curve.held_out[-1][1])
-        return original(options, out, base, adapted, say)
+        return original(options, out, base, adapted, *rest)
 
     monkeypatch.setattr(stages, "keep", keep)
     monkeypatch.setattr(stages.adapter, "stock_loss", lambda *arguments: here[0] + difference)

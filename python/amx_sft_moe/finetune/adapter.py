@@ -9,10 +9,12 @@ import shutil
 import signal
 import subprocess
 import sys
+from itertools import chain
 from pathlib import Path
 
 import torch
 from peft import PeftModel
+from peft.tuners.lora.layer import ParamWrapper
 from safetensors import SafetensorError
 from safetensors.torch import save_file
 from transformers import PreTrainedTokenizerBase
@@ -49,6 +51,19 @@ def save_adapter(model: PeftModel, folder: Path, base: Path) -> str:
     config = read_json(folder / CONFIG)
     save_json({**config, "base_model_name_or_path": str(base.resolve())}, folder / CONFIG)
     return reason
+
+
+def saved_bytes(model: PeftModel) -> int:
+    """How much `save_adapter` writes, names apart: what trains, and the A that gate and up share twice, as it
+    stands per expert."""
+    shared = (
+        factor.weight
+        for module in model.modules()
+        if isinstance(module, ParamWrapper) and module.parameter_name == "gate_up_proj"
+        for factor in module.lora_A.values()
+    )
+    trained = (parameter for parameter in model.parameters() if parameter.requires_grad)
+    return sum(tensor.nbytes for tensor in chain(trained, shared))
 
 
 def save_tokenizer(tokenizer: PreTrainedTokenizerBase, folder: Path) -> str:

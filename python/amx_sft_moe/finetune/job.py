@@ -59,7 +59,7 @@ def run(options: Options, say: Terminal | None = None) -> results.Results:
             base = stages.base_model(options, text, out, scratch, say)
         with say.stage("LoRA on experts and attention, the experts in amx_sft_moe"):
             examples = stages.encode_examples(options, text, base, say)
-            with_adapter = stages.load_adapted(options, base, say)
+            with_adapter = stages.load_adapted(options, out, base, say)
             tokens = stages.lay_out(options, examples, with_adapter, say)
             # What there is to say of them is found out before training: failing here costs nothing yet.
             known = partial(
@@ -71,12 +71,14 @@ def run(options: Options, say: Terminal | None = None) -> results.Results:
                 base=base.curve,
             )
             adapted = stages.train_adapter(options, with_adapter, tokens, scratch, say)
-        found = known(lora=adapted.curve, adapter=results.Adapter(0, adapted.curve.held_out[-1][1]))
+        loss = adapted.curve.held_out[-1][1]
+        found = known(lora=adapted.curve, adapter=results.Adapter(0, loss, stock_skipped=results.NOT_YET))
+        report_now = partial(_write_so_far, found, say)
         # Nothing that fails from here on, the process being killed included, keeps back what is known by then.
         with say.stage("The adapter, read back by stock PEFT"):
-            base, found.adapter.fused, found.failed = stages.keep(options, out, base, adapted, say)
+            base = stages.keep(options, out, base, adapted, found, report_now, say)
             stages.read_back(options, base, adapted, tokens, scratch, found.adapter, say)
-        _write(replace(found, seconds=dict(say.seconds), failed=dict(found.failed)), options.output)
+        report_now()
         if options.compare_steps:
             with say.stage("The same steps with torch's grouped_mm"):
                 compare = partial(stages.compare, options, base, adapted, tokens.training, say)
@@ -138,6 +140,11 @@ def _model(options: Options, adapted: PeftModel) -> results.Model:
         trained_experts=trained.experts,
         trained_attention=trained.attention,
     )
+
+
+def _write_so_far(found: results.Results, say: Terminal) -> None:
+    """Writes reports of what is known by now. What fails is tried again with those of the end."""
+    _write(replace(found, seconds=dict(say.seconds), failed=dict(found.failed)), found.options.output)
 
 
 def _write(found: results.Results, folder: Path) -> None:

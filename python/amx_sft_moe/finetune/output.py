@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import fcntl
 import os
+import shutil
 import signal
 import tempfile
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,6 +23,7 @@ from .errors import FinetuneError
 ADAPTER, BASE = "adapter", "base-model"
 REPORT, PICTURE, METRICS, TIMES = "report.md", "finetune.png", "metrics.json", "backward-times.txt"
 REPORTS = (REPORT, PICTURE, METRICS, TIMES)
+_RESERVE = 64 << 20  # bytes of the disk for tokenizer, reports and names of tensors
 
 # Go even where this run writes none: another tokenizer's template would be taken for this one's.
 _TOKENIZER = (
@@ -46,6 +48,16 @@ class Output:
     base: Path | None  # None: none is made
     _begun: ExitStack
 
+    def require_space(self, what: str, needed: int) -> None:
+        """FinetuneError where the disk has no room for `needed` bytes of `what` and for the small files beside
+        it: after hours of training that would be late."""
+        usage = shutil.disk_usage(self.adapter)
+        free, needed = usage.free, needed + _RESERVE
+        if usage.total and needed > free:  # some file systems do not tell: they have 0 bytes in all
+            raise FinetuneError(
+                f"--output {self.folder}: expected {needed:,} bytes of free space for {what}, got {free:,}"
+            )
+
     @contextmanager
     def writing(self) -> Iterator[None]:
         """Turns a full disk and its like into a FinetuneError; safetensors has an error of its own for them."""
@@ -54,8 +66,9 @@ class Output:
         except (OSError, SafetensorError) as error:
             raise FinetuneError(f"--output {self.folder}: {error}") from error
 
-    def keep(self) -> None:
-        """Puts adapter and base in their places. Reports of a run before go: they tell of another adapter."""
+    def keep(self, report: Callable[[], None] = lambda: None) -> None:
+        """Puts adapter and base in their places. Reports of a run before go: they tell of another adapter.
+        Those of this one are written by `report`, before a signal that has waited ends the run."""
         with self.writing(), _undisturbed():
             for folder in filter(None, (self.adapter, self.base)):
                 for file in filter(Path.is_file, folder.iterdir()):
@@ -63,6 +76,7 @@ class Output:
             self._begun.close()
             for name in REPORTS:
                 (self.folder / name).unlink(missing_ok=True)
+            report()
 
 
 @contextmanager
@@ -113,7 +127,8 @@ def _locked(folder: Path) -> Iterator[None]:
 
 @contextmanager
 def _undisturbed() -> Iterator[None]:
-    """Ctrl-C and SIGTERM wait for the end: half of two folders would be a base beside another's adapter."""
+    """Ctrl-C and SIGTERM wait for the end: half of two folders would be a base beside another's adapter, and
+    an adapter without a report does not tell how it came about."""
     if threading.current_thread() is not threading.main_thread():  # only that one is interrupted
         yield
         return

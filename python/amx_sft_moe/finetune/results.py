@@ -47,6 +47,9 @@ class Model:
     trained_attention: int
 
 
+NOT_YET = "this was written before it was tried"
+
+
 @dataclass
 class Adapter:
     """The adapter on disk. Losses in nats per token, on the same held-out tokens."""
@@ -56,7 +59,7 @@ class Adapter:
     # A fresh process, stock transformers and PEFT; None: no memory for it, or it failed.
     stock_loss: float | None = None
     stock_error: str = ""  # why it failed
-    stock_skipped: str = ""  # why it was not read back
+    stock_skipped: str = ""  # why it was not read back; NOT_YET where the run was killed before that
     stock_differs: str = ""  # that its loss is another than here, and which; empty: it is not, or is not known
     fused: str = ""  # why it is not in a pair of factors per expert; empty: it is
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TypeVar
@@ -124,6 +124,8 @@ def base_model(options: Options, text: Text, out: Output, scratch: Path, say: Te
     made = model.make_model(options.shape, tokenizer, options.sequence_length, options.seed)
     shape = options.shape
     sizes = f"{shape.layers} layers, H = {shape.hidden}, I = {shape.intermediate}, E = {shape.experts}"
+    dtype = getattr(torch, options.dtype)
+    out.require_space("the model that is made", made.num_parameters() * dtype.itemsize)
     say.fact("tokenizer", f"byte-level BPE, {len(tokenizer):,} tokens")
     say.fact("model", f"Qwen3-MoE, {sizes}, top-{shape.top_k}, {made.num_parameters():,} parameters")
     say.fact("training", f"{training.tokens:,} tokens of prose, all parameters, fp32, {TORCH_GROUPED}")
@@ -140,7 +142,7 @@ def base_model(options: Options, text: Text, out: Output, scratch: Path, say: Te
     )
     _say_curve(say, curve)
     with out.writing():
-        model.save_base(made, tokenizer, getattr(torch, options.dtype), out.base)
+        model.save_base(made, tokenizer, dtype, out.base)
     return Base(out.base, out.folder / BASE, tokenizer, (training, held_out), curve)
 
 
@@ -187,15 +189,18 @@ def _require_known(encoded: Sequence[Encoded], base: Base, vocabulary: int) -> N
                 )
 
 
-def load_adapted(options: Options, base: Base, say: Terminal) -> PeftModel:
-    """The base with a new adapter, the experts in our operator."""
+def load_adapted(options: Options, out: Output, base: Base, say: Terminal) -> PeftModel:
+    """The base with a new adapter, the experts in our operator. FinetuneError where the disk has no room for
+    that adapter."""
     dtypes = getattr(torch, options.dtype), getattr(torch, options.dense_dtype)
     bare = model.load_model(base.folder, *dtypes, OURS, options.cache_dir)
     if gigabytes := model.mapped_gigabytes(bare):
         say.fact("mapped", f"{gigabytes:.3f} GB of experts, used as they lie in {base.place}")
     if left := model.attention_left_out(bare):
         say.fact("left out", f"{', '.join(left)}: PEFT takes the name for an expert's, so it gets no LoRA")
-    return model.add_adapter(bare, options.rank, options.alpha, options.seed)
+    adapted = model.add_adapter(bare, options.rank, options.alpha, options.seed)
+    out.require_space("the adapter", adapter.saved_bytes(adapted))
+    return adapted
 
 
 def lay_out(options: Options, examples: Examples, adapted: PeftModel, say: Terminal) -> Tokens:
@@ -239,23 +244,32 @@ def train_adapter(
 
 
 def keep(
-    options: Options, out: Output, base: Base, adapted: Adapted, say: Terminal
-) -> tuple[Base, str, dict[str, str]]:
-    """Writes the adapter, and puts it and the base where they stay; returns the base there, why the adapter is
-    not per expert where it is not, and what could not be written beside it.
+    options: Options,
+    out: Output,
+    base: Base,
+    adapted: Adapted,
+    found: results.Results,
+    report: Callable[[], None],
+    say: Terminal,
+) -> Base:
+    """Writes the adapter, and puts it and the base where they stay; returns the base there. Why the adapter is
+    not per expert where it is not, and what could not be written beside it, goes into `found`, of which
+    `report` writes as soon as both are in place.
 
     FinetuneError, and all stays as it was, where training has not led to numbers.
     """
     _require_finite(options, adapted)
     with out.writing():
         reason = adapter.save_adapter(adapted.model, out.adapter, base.place)
+        found.adapter.fused = reason
+        found.adapter.bytes = sum(file.stat().st_size for file in out.adapter.glob("adapter_model*"))
         lacks_tokenizer = adapter.save_tokenizer(base.tokenizer, out.adapter)
     if lacks_tokenizer:
+        found.failed["its tokenizer"] = lacks_tokenizer
         say.fact("beware", f"the adapter is kept without its tokenizer: {lacks_tokenizer}")
     say.fact("form", f"fused, as PEFT writes it; not per expert: {reason}" if reason else "per expert")
-    out.keep()
-    failed = {"its tokenizer": lacks_tokenizer} if lacks_tokenizer else {}
-    return replace(base, folder=base.place), reason, failed
+    out.keep(report)
+    return replace(base, folder=base.place)
 
 
 def _require_finite(options: Options, adapted: Adapted) -> None:
@@ -290,8 +304,8 @@ def read_back(
     it finds goes into `saved`."""
     folder = options.output / ADAPTER
     here = loss(saved.loss)
+    saved.stock_skipped = ""
     try:
-        saved.bytes = sum(file.stat().st_size for file in folder.glob("adapter_model*"))
         dtype = getattr(torch, options.dense_dtype)
         # Stock torch has the experts in the dtype of the rest.
         if not model.room_for_copies(adapted.model, _copies(options)):
