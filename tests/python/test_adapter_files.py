@@ -6,8 +6,10 @@ import contextlib
 import errno
 import json
 import os
+import re
 import shutil
 import signal
+import stat
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -173,6 +175,40 @@ def test_where_directories_cannot_be_exchanged(tmp_path: Path, monkeypatch: pyte
     assert found.pop("notes.txt") == b"kept"
     assert found == content(tmp_path / "y")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["x", "y"]
+
+
+@pytest.mark.parametrize("number", [errno.EINVAL, errno.EBADF, errno.ENOTSUP])
+def test_where_directories_cannot_be_synced(
+    number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fsync = os.fsync
+
+    def refused(handle: int) -> None:
+        if stat.S_ISDIR(os.fstat(handle).st_mode):
+            raise OSError(number, os.strerror(number))
+        fsync(handle)
+
+    source, _ = stock_adapter("qwen3")
+    monkeypatch.setattr(os, "fsync", refused)
+    convert_adapter(source, tmp_path / "x", "ktransformers")
+    convert_adapter(tmp_path / "x", tmp_path / "x", "per-expert", overwrite=True)
+    merge_adapter(tmp_path / "x", checkpoint("qwen3"), tmp_path / "merged", progress=False)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["merged", "x"]
+
+
+@pytest.mark.parametrize(("number", "of_files"), [(errno.EINVAL, True), (errno.EIO, False)])
+def test_what_cannot_be_synced_for_another_reason(
+    number: int, of_files: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refused(handle: int) -> None:
+        if stat.S_ISDIR(os.fstat(handle).st_mode) != of_files:
+            raise OSError(number, os.strerror(number))
+
+    source, _ = stock_adapter("qwen3")
+    monkeypatch.setattr(os, "fsync", refused)
+    with pytest.raises(OSError, match=re.escape(os.strerror(number))):
+        convert_adapter(source, tmp_path / "x", "per-expert")
+    assert not list(tmp_path.iterdir())
 
 
 def test_permissions_follow_the_umask(tmp_path: Path) -> None:

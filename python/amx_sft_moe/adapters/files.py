@@ -129,10 +129,15 @@ def save_json(content: dict[str, Any], path: Path) -> None:
 
 
 def sync(path: Path) -> None:
-    """The file's (or directory's) content is on the disk when this returns."""
+    """The file's (or directory's) content is on the disk when this returns; a directory's only where its file
+    system can do that."""
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)
+    except OSError as reason:
+        # Some network file systems refuse it for directories; all has been written then.
+        if reason.errno not in (errno.EINVAL, errno.EBADF, errno.ENOTSUP) or not path.is_dir():
+            raise
     finally:
         os.close(handle)
 
