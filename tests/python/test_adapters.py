@@ -101,6 +101,56 @@ def test_saved_again_after_loading(tmp_path: Path) -> None:
     torch.testing.assert_close(loss(again), loss(trained), rtol=1e-5, atol=1e-6)
 
 
+def loaded_again(folder: Path) -> PeftModel:
+    return PeftModel.from_pretrained(base_model("amx_sft_moe"), folder, is_trainable=True)
+
+
+def rank_of_gate_up(model: PeftModel) -> int:
+    return model.base_model.model.model.layers[0].mlp.experts.base_layer.r["default"]
+
+
+def train_a_step(model: PeftModel) -> None:
+    model.train()(**batch()).loss.backward()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.grad is not None:
+                parameter -= 0.1 * parameter.grad
+
+
+@pytest.mark.filterwarnings("ignore:.*(rank|alpha)_pattern keys did not match")
+def test_a_rank_that_doubles_each_time_is_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    trained = add_lora(base_model("amx_sft_moe"), rank_pattern={r".*\.gate_up_proj": 8})
+    adapters.save_per_expert(trained, tmp_path / "wished for")
+    adapters.save_per_expert(add_lora(base_model("amx_sft_moe")), tmp_path / "first")
+    model = loaded_again(tmp_path / "first")
+    adapters.save_per_expert(model, tmp_path / "untouched")
+    assert caplog.text == ""
+    train_a_step(model)
+    adapters.save_per_expert(model, tmp_path / "second")
+    assert f"{tmp_path / 'second'}: gate and up of rank 8: PEFT has put those of rank 4 into one" in caplog.text
+    assert rank_of_gate_up(loaded_again(tmp_path / "second")) == 16
+
+
+@pytest.mark.parametrize("way", ["PEFT's own", "converted"])
+def test_training_on_without_doubling_the_rank(
+    way: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    trained, folder = add_lora(base_model("amx_sft_moe")), tmp_path / "fused"
+    if way == "converted":
+        config = base_model("eager").config
+        config.save_pretrained(tmp_path / "base")
+        adapters.save_per_expert(trained, tmp_path / "per-expert")
+        adapters.convert_adapter(tmp_path / "per-expert", folder, "peft-fused", base=tmp_path / "base")
+    else:
+        trained.save_pretrained(folder)
+    model = loaded_again(folder)
+    torch.testing.assert_close(loss(model), loss(trained), rtol=1e-5, atol=1e-6)
+    train_a_step(model)
+    adapters.save_per_expert(model, tmp_path / "next")
+    assert rank_of_gate_up(model) == json.loads((tmp_path / "next" / files.CONFIG).read_text())["r"] == 4
+    assert caplog.text == ""
+
+
 def test_one_of_several_adapters(tmp_path: Path) -> None:
     model = add_lora(add_lora(base_model("amx_sft_moe")), seed=9, name="second", r=2)
     expected = loss(model)

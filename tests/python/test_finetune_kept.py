@@ -51,9 +51,8 @@ def test_a_disk_without_room_is_refused_before_training(
     free(needed)
     with pytest.raises(AssertionError, match="training has begun"):
         job.run(wanted)
-    monkeypatch.setattr(
-        shutil, "disk_usage", lambda path: shutil._ntuple_diskusage(0, 0, 0)
-    )  # it does not tell
+    # A file system that does not tell.
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: shutil._ntuple_diskusage(0, 0, 0))
     with pytest.raises(AssertionError, match="training has begun"):
         job.run(wanted)
 

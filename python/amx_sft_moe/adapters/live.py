@@ -33,6 +33,9 @@ from amx_sft_moe.paths import given_directory
 
 logger = logging.getLogger("amx_sft_moe")
 
+_GATE_UP = "gate_up_proj"
+_IN_ONE_PAIR = rf".*\.{_GATE_UP}"  # rank_pattern's key where PEFT itself has put gate and up into one pair
+
 
 def save_per_expert(
     model: PeftModel, directory: str | os.PathLike[str], adapter_name: str | None = None
@@ -46,6 +49,9 @@ def save_per_expert(
     back from PEFT 0.20 on.
 
     The directory changes in one step: a reader or a crash sees all of the old files or all of the new.
+
+    PEFT reads it with twice the rank for gate and up. Where that is trained on, so that the rank is needed, all
+    of it is saved, and a warning says how to go on without doubling it each time.
 
     Args:
         model: a PEFT model with LoRA on ``gate_up_proj`` and / or ``down_proj`` of fused experts.
@@ -69,6 +75,7 @@ def save_per_expert(
     adapter_name = _adapter_of(model, adapter_name)
     base = base_like(model.get_base_model())
     adapter = _adapter(model, adapter_name, base)
+    grown = _grown_rank(adapter)
     # An older adapter of another format there would be read with or instead of this one.
     with replaced_directory(directory, drop=(PICKLED, KT_WEIGHTS, KT_MANIFEST)) as work:
         lost, _ = write_adapter(adapter, base, PER_EXPERT, work, peft.__version__)
@@ -76,7 +83,28 @@ def save_per_expert(
     if lost:
         rest = f" (and {len(lost) - 1} more)" if len(lost) > 1 else ""
         logger.warning("%s: not what was trained to the last bit: %s%s", directory, lost[0], rest)
+    if grown:
+        logger.warning(
+            "%s: gate and up of rank %d: PEFT has put those of rank %d into one pair of twice that, and "
+            "training has filled it. To train on without doubling it again, load what PEFT's own "
+            "save_pretrained writes, or what `adapter convert --to peft-fused` makes of this adapter",
+            directory,
+            grown,
+            grown // 2,
+        )
     return directory
+
+
+def _grown_rank(adapter: Adapter) -> int:
+    """Twice the rank that gate and up had before PEFT put them into one pair, where they have it now; else 0.
+
+    As long as B is two blocks, as before the first step, they are found again with their own rank.
+    """
+    config = adapter.config
+    rank = (config.get("rank_pattern") or {}).get(_IN_ONE_PAIR)
+    by_peft = rank == 2 * config["r"] and _GATE_UP in (config.get("target_parameters") or ())
+    ranks = {parts["gate_proj"].rank for parts in adapter.experts.values() if "gate_proj" in parts}
+    return rank if by_peft and rank in ranks else 0
 
 
 def _adapter_of(model: PeftModel, adapter_name: str | None) -> str:
