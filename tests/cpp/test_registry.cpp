@@ -4,8 +4,11 @@
 #include <memory>
 #include <optional>
 #include <string>
+#include <string_view>
+#include <vector>
 
 #include "compare.hpp"
+#include "cpuinfo.hpp"
 #include "emulation.hpp"
 #include "environment.hpp"
 #include "refusal.hpp"
@@ -170,15 +173,46 @@ TEST(RegistryOfKernels, AutoIsTheFirstAvailable) {
   EXPECT_NO_THROW(resolve_kernel("auto", DType::kBf16));
 }
 
+template <class List>
+std::vector<std::string_view> order_on(const amx_sft_moe::CpuFeatures& cpu, DType weights) {
+  std::vector<std::string_view> names;
+  const auto of_these = [weights](std::string_view, DType of) { return of == weights; };
+  for (const auto& info : amx_sft_moe::registry::kernels_that_are<List>(of_these, cpu))
+    names.push_back(info.name);
+  return names;
+}
+
+TEST(RegistryOfKernels, OrderOnEitherVendorsCpu) {
+  using Names = std::vector<std::string_view>;
+  using List = amx_sft_moe::DefaultKernels;
+  const amx_sft_moe::CpuFeatures amd, intel{.slow_dpbf16 = true};
+  EXPECT_EQ(order_on<List>(amd, DType::kBf16),
+            (Names{"amx_bf16", "avx512_bf16", "avx512", "avx2", "portable"}));
+  EXPECT_EQ(order_on<List>(intel, DType::kBf16),
+            (Names{"amx_bf16", "avx512", "avx512_bf16", "avx2", "portable"}));
+  for (const auto& cpu : {amd, intel}) {
+    EXPECT_EQ(order_on<List>(cpu, DType::kFp32), (Names{"avx512", "avx2", "portable"}));
+  }
+}
+
 // Whichever of the two a list of one's own names first.
 TEST(RegistryOfKernels, FmaGoesBeforeSlowDotProducts) {
-  using amx_sft_moe::kernels::Avx512Bf16;
+  using amx_sft_moe::kernels::Avx512Bf16, amx_sft_moe::kernels::KernelList;
   using Fma = amx_sft_moe::kernels::Avx512<amx_sft_moe::bf16>;
-  if (!amx_sft_moe::arch::cpu_features().slow_dpbf16) GTEST_SKIP() << "VDPBF16PS is not slow on this CPU";
-  EXPECT_EQ((amx_sft_moe::list_kernels<amx_sft_moe::kernels::KernelList<Fma, Avx512Bf16>>().front().name),
-            Fma::kName);
-  EXPECT_EQ((amx_sft_moe::list_kernels<amx_sft_moe::kernels::KernelList<Avx512Bf16, Fma>>().front().name),
-            Fma::kName);
+  for (const bool slow : {false, true}) {
+    const amx_sft_moe::CpuFeatures cpu{.slow_dpbf16 = slow};
+    EXPECT_EQ((order_on<KernelList<Fma, Avx512Bf16>>(cpu, DType::kBf16).front()), Fma::kName);
+    EXPECT_EQ((order_on<KernelList<Avx512Bf16, Fma>>(cpu, DType::kBf16).front()),
+              slow ? Fma::kName : Avx512Bf16::kName);
+  }
+}
+
+TEST(RegistryOfKernels, OrderIsThatOfThisCpusVendor) {
+  const auto vendor = cpuinfo("vendor_id");
+  if (!vendor) GTEST_SKIP() << "/proc/cpuinfo names no vendor";
+  const bool intel = *vendor == "GenuineIntel";
+  EXPECT_EQ(amx_sft_moe::arch::cpu_features().slow_dpbf16, intel);
+  EXPECT_EQ(amx_sft_moe::list_kernels()[1].name, intel ? "avx512" : "avx512_bf16");
 }
 
 TEST(RegistryOfKernels, UnknownNamesAreRefusedWithThoseAvailable) {

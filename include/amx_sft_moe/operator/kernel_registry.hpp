@@ -119,18 +119,9 @@ inline void list_kernel(std::vector<KernelInfo>& kernels, KernelInfo kernel) {
   kernels.push_back(std::move(kernel));
 }
 
-// Those for which wanted(name, weights), the best for this CPU first; the others are not asked whether they are available.
-// On Intel fp32 FMA goes before VDPBF16PS, whose peak is half of its there; on AMD VDPBF16PS has twice the peak.
-template <class List, class Wanted>
-std::vector<KernelInfo> kernels_that_are(Wanted&& wanted) {
-  std::vector<KernelInfo> kernels;
-  List::for_each([&]<class Kernel>() {
-    constexpr DType kWeights = kDTypeOf<typename Kernel::Weight>;
-    if (!wanted(Kernel::kName, kWeights)) return;
-    std::string why = Kernel::refusal();
-    list_kernel(kernels, {Kernel::kName, kWeights, why.empty(), std::move(why)});
-  });
-  if (!arch::cpu_features().slow_dpbf16) return kernels;
+// Where VDPBF16PS has half the peak of fp32 FMA (Intel), FMA goes before it; on AMD it has twice the peak.
+inline void put_fma_before_slow_dots(std::vector<KernelInfo>& kernels, const CpuFeatures& cpu) {
+  if (!cpu.slow_dpbf16) return;
   const auto place_of = [&kernels](std::string_view name) {
     return std::find_if(kernels.begin(), kernels.end(), [name](const KernelInfo& kernel) {
       return kernel.name == name && kernel.weights == DType::kBf16;
@@ -139,6 +130,20 @@ std::vector<KernelInfo> kernels_that_are(Wanted&& wanted) {
   const auto dot = place_of(kernels::Avx512Bf16::kName);
   const auto fma = place_of(kernels::Avx512<bf16>::kName);
   if (dot != kernels.end() && fma != kernels.end() && dot < fma) std::swap(*dot, *fma);
+}
+
+// Those for which wanted(name, weights), the best for `cpu` first; the others are not asked whether they are
+// available here.
+template <class List, class Wanted>
+std::vector<KernelInfo> kernels_that_are(Wanted&& wanted, const CpuFeatures& cpu = arch::cpu_features()) {
+  std::vector<KernelInfo> kernels;
+  List::for_each([&]<class Kernel>() {
+    constexpr DType kWeights = kDTypeOf<typename Kernel::Weight>;
+    if (!wanted(Kernel::kName, kWeights)) return;
+    std::string why = Kernel::refusal();
+    list_kernel(kernels, {Kernel::kName, kWeights, why.empty(), std::move(why)});
+  });
+  put_fma_before_slow_dots(kernels, cpu);
   return kernels;
 }
 
