@@ -6,6 +6,8 @@
 #include <cstdio>
 #include <cstdlib>
 #include <locale>
+#include <optional>
+#include <sstream>
 #include <string>
 
 #include "amx_sft_moe/core/errors.hpp"
@@ -29,36 +31,56 @@ class CommasAndPoints : public std::numpunct<char> {
   std::string do_grouping() const override { return "\3"; }
 };
 
-// A locale of the C library that writes 0,5: one that the system has, or one made from its sources. Null: there is
-// none.
-const char* c_locale_with_commas() {
-  for (const char* name : {"de_DE.UTF-8", "fr_FR.UTF-8", "es_ES.UTF-8", "nl_NL.UTF-8"}) {
-    if (std::setlocale(LC_ALL, name) != nullptr) return name;
-  }
-  const std::string folder = testing::TempDir() + "locales_of_the_test";
-  const std::string make =
-      "mkdir -p '" + folder + "' && localedef -i de_DE -f UTF-8 '" + folder + "/de_DE.UTF-8'";
-  if (std::system((make + " > /dev/null 2>&1").c_str()) != 0) return nullptr;
-  setenv("LOCPATH", folder.c_str(), 1);
-  return std::setlocale(LC_ALL, "de_DE.UTF-8") != nullptr ? "de_DE.UTF-8" : nullptr;
-}
-
-// Of C++ streams by a facet of the test's own, and of C functions where the system can.
-class Locale : public testing::Test {
+// Has C++ streams write 1.234,5 in a test, by a facet of its own: what every system can do.
+class LocaleOfStreams : public testing::Test {
  protected:
   void SetUp() override {
-    static const char* const name = c_locale_with_commas();
-    if (name == nullptr) std::puts("no locale of the C library has commas: C++ streams only");
-    before_ = std::locale::global(std::locale(std::locale(), new CommasAndPoints));
-    if (name != nullptr) std::setlocale(LC_ALL, name);
+    before_ = std::locale::global(std::locale(std::locale::classic(), new CommasAndPoints));
+    std::ostringstream text;
+    text << 1234.5;
+    ASSERT_EQ(text.str(), "1.234,5");
   }
-  void TearDown() override {
-    std::locale::global(before_);
-    std::setlocale(LC_ALL, "C");
-  }
+  void TearDown() override { std::locale::global(before_); }
 
  private:
   std::locale before_;
+};
+
+// Has the C library's functions write 0,5 in a test, by a locale that the system has or one made from its
+// sources.
+class LocaleOfC : public testing::Test {
+ protected:
+  void SetUp() override {
+    if (!set_one_with_commas()) GTEST_SKIP() << "no locale of the C library has commas, and none could be made";
+    char text[8];
+    std::snprintf(text, sizeof text, "%.1f", 0.5);
+    ASSERT_STREQ(text, "0,5");
+  }
+  void TearDown() override {
+    std::setlocale(LC_ALL, "C");
+    path_.reset();
+  }
+
+ private:
+  bool set_one_with_commas() {
+    for (const char* name : {"de_DE.UTF-8", "fr_FR.UTF-8", "es_ES.UTF-8", "nl_NL.UTF-8"}) {
+      if (std::setlocale(LC_ALL, name) != nullptr) return true;
+    }
+    static const std::optional<std::string> made = make_german();
+    if (!made) return false;
+    path_.emplace("LOCPATH", *made);
+    return std::setlocale(LC_ALL, "de_DE.UTF-8") != nullptr;
+  }
+  // The folder with the locale.
+  static std::optional<std::string> make_german() {
+    const std::string folder = fresh_file("locales").string();
+    const std::string make =
+        "mkdir '" + folder + "' && localedef -i de_DE -f UTF-8 '" + folder + "/de_DE.UTF-8'";
+    if (std::system((make + " > /dev/null 2>&1").c_str()) != 0) return std::nullopt;
+    return folder;
+  }
+
+  std::optional<Variable> path_;
 };
 
 StepRecord step_of_41_ms() {
@@ -70,11 +92,11 @@ StepRecord step_of_41_ms() {
   return record;
 }
 
-TEST_F(Locale, NumbersInMessages) {
+void expect_plain_messages() {
   EXPECT_EQ(concat("limit ", 256'000'000, " and ", 0.5), "limit 256000000 and 0.5");
 }
 
-TEST_F(Locale, NumbersInDumps) {
+void expect_plain_dumps() {
   EXPECT_EQ(amx_sft_moe::dump::milliseconds(41.1234), "41.123");
   EXPECT_EQ(amx_sft_moe::dump::milliseconds(0), "0.000");
   EXPECT_EQ(amx_sft_moe::dump::milliseconds(1234567.8996), "1234567.900");
@@ -85,7 +107,7 @@ TEST_F(Locale, NumbersInDumps) {
   EXPECT_EQ(text.find(','), std::string::npos) << text;
 }
 
-TEST_F(Locale, LimitsAndTheMarksOfFullFiles) {
+void expect_limits_and_marks_of_full_files() {
   const auto trace = fresh_file("locale_trace"), dumps = fresh_file("locale_dumps");
   const Variable form("AMX_SFT_MOE_TIMER", "json"), file("AMX_SFT_MOE_TIMER_FILE", dumps.string());
   const Variable limit("AMX_SFT_MOE_TRACE_LIMIT", "0.0015"), path("AMX_SFT_MOE_TRACE", trace.string());
@@ -95,6 +117,26 @@ TEST_F(Locale, LimitsAndTheMarksOfFullFiles) {
     EXPECT_EQ(text.size(), 1500U);
     EXPECT_EQ(lines_with(text, "\"limit_bytes\":1500}"), 1U) << text;
   }
+}
+
+TEST_F(LocaleOfStreams, NumbersInMessages) {
+  expect_plain_messages();
+}
+TEST_F(LocaleOfStreams, NumbersInDumps) {
+  expect_plain_dumps();
+}
+TEST_F(LocaleOfStreams, LimitsAndTheMarksOfFullFiles) {
+  expect_limits_and_marks_of_full_files();
+}
+
+TEST_F(LocaleOfC, NumbersInMessages) {
+  expect_plain_messages();
+}
+TEST_F(LocaleOfC, NumbersInDumps) {
+  expect_plain_dumps();
+}
+TEST_F(LocaleOfC, LimitsAndTheMarksOfFullFiles) {
+  expect_limits_and_marks_of_full_files();
 }
 
 }  // namespace
