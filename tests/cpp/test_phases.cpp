@@ -7,6 +7,7 @@
 #include <set>
 #include <string>
 
+#include "refusal.hpp"
 #include "saved_buffers.hpp"
 #include "step.hpp"
 
@@ -235,10 +236,15 @@ TYPED_TEST(PhaseRecord, RefusedCallKeepsTheLastRecord) {
   run_step(moe, problem, out);
   const std::int64_t forward_begin = moe.last_forward().begin_ns;
   const std::int64_t backward_begin = moe.last_backward().begin_ns;
-  EXPECT_ANY_THROW(moe.backward(problem.grad_y(), out.gradients()));
+  expect_refused<amx_sft_moe::StateError>([&] { moe.backward(problem.grad_y(), out.gradients()); },
+                                          {"backward", "a saved forward", "empty stack (depth 0)"});
   const amx_sft_moe::SavedActivations<typename TypeParam::Stored> none;
-  EXPECT_ANY_THROW(moe.forward_sft(problem.routing(), problem.x(), out.y(), none));
-  EXPECT_ANY_THROW(moe.backward(problem.routing(), problem.x(), none, problem.grad_y(), out.gradients()));
+  const Complaint no_buffers{"saved.gate", "a non-null pointer", "got null"};
+  expect_refused<amx_sft_moe::ArgumentError>(
+      [&] { moe.forward_sft(problem.routing(), problem.x(), out.y(), none); }, no_buffers);
+  expect_refused<amx_sft_moe::ArgumentError>(
+      [&] { moe.backward(problem.routing(), problem.x(), none, problem.grad_y(), out.gradients()); },
+      no_buffers);
   EXPECT_EQ(moe.last_forward().begin_ns, forward_begin);
   EXPECT_EQ(moe.last_backward().begin_ns, backward_begin);
 }
