@@ -23,7 +23,7 @@ inline Case draw_case(Bytes& in) {
   const Form forms[] = {kSilu, kSilu, kClamped, kGelu, kGeluTanh};
   c.routing = in.one_of(patterns);
   c.form = in.one_of(forms);
-  c.biases = in.flag();
+  if (in.flag()) c.biases = {in.flag(), in.flag(), in.flag()};
   c.trains_base = in.flag();
   c.shared_a = in.flag() && c.ranks.gate > 0;
   if (c.shared_a) c.ranks.up = c.ranks.gate;

@@ -22,6 +22,11 @@ struct Ranks {
   int gate = 0, up = 0, down = 0;
 };
 
+// The projections with a bias.
+struct WhichBiases {
+  bool gate = false, up = false, down = false;
+};
+
 struct Case {
   const char* name;
   int tokens, top_k, experts, hidden, intermediate;
@@ -30,12 +35,12 @@ struct Case {
   bool shared_a = false;
   Form form = Form::kSilu;
   bool emulate = true;  // few enough tile instructions for the emulated AMX kernel (7 us each)
-  bool biases = false;
+  WhichBiases biases = {};
   bool trains_base = false;
 };
 
-constexpr Case with_biases(Case c) {
-  c.biases = true;
+constexpr Case with_biases(Case c, WhichBiases biases = {true, true, true}) {
+  c.biases = biases;
   return c;
 }
 
@@ -135,6 +140,10 @@ inline constexpr std::array kCases = {
     with_biases({"biases_one_of_everything", 1, 1, 1, 1, 1, {1, 1, 1}}),
     with_biases({"biases_no_tokens", 0, 2, 4, 32, 48, {4, 4, 4}}),
     with_biases({"biases_idle_experts", 16, 2, 8, 32, 48, {8, 8, 8}, kIdleExperts}),
+    // Each projection's bias is a bias of its own.
+    with_biases({"biases_not_of_up", 17, 3, 5, 37, 53, {7, 3, 5}, kSkipped}, {true, false, true}),
+    with_biases({"bias_of_up_alone", 16, 2, 8, 33, 48, {0, 0, 8}, kIdleExperts}, {false, true, false}),
+    with_biases({"bias_of_down_alone", 16, 2, 8, 33, 48, {8, 8, 0}, kIdleExperts}, {false, false, true}),
     // Gradients in several blocks of rows and of columns, of few tokens.
     with_biases(
         {"biases_few_rows_wide_ranks", 64, 2, 16, 601, 37, {33, 17, 20}, kDistinct, false, kSilu, false}),

@@ -52,14 +52,12 @@ inline reference::Layer integer_layer(Random& random, const Case& c) {
   layer.shared_a = c.shared_a;
   layer.trains_base = c.trains_base;
   if (c.shared_a) layer.lora_up.a = layer.lora_gate.a;
-  if (c.biases) {
-    const auto biases = [&](int width, double size) {
-      return sparse_rows(random, c.experts * width, 1, 1, size, 0.5);
-    };
-    layer.gate_bias = biases(c.intermediate, 8);
-    layer.up_bias = biases(c.intermediate, 1);
-    layer.down_bias = biases(c.hidden, 1);
-  }
+  const auto bias = [&](bool there, int width, double size) {
+    return there ? sparse_rows(random, c.experts * width, 1, 1, size, 0.5) : reference::Vector();
+  };
+  layer.gate_bias = bias(c.biases.gate, c.intermediate, 8);
+  layer.up_bias = bias(c.biases.up, c.intermediate, 1);
+  layer.down_bias = bias(c.biases.down, c.hidden, 1);
   return layer;
 }
 

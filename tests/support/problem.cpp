@@ -2,8 +2,11 @@
 
 #include <sys/mman.h>
 
+#include <algorithm>
+#include <cmath>
 #include <limits>
 #include <utility>
+#include <vector>
 
 #include "random.hpp"
 
@@ -139,9 +142,9 @@ void Problem::make_factors() {
 }
 
 void Problem::make_biases() {
-  if (layer_.down_bias.empty()) return;
   const DType dtype = storage_.factors;
-  const auto matrix = [&](index_t cols, const std::vector<double>& values) {
+  const auto matrix = [&](index_t cols, const std::vector<double>& values) -> Tensor {
+    if (values.empty()) return {};
     Tensor tensor = Tensor::matrix(dtype, layer_.experts, cols, storage_.padding, storage_.edge);
     tensor.store(values);
     return tensor;
@@ -152,11 +155,10 @@ void Problem::make_biases() {
     up_bias_ = matrix(layer_.intermediate, layer_.up_bias);
     return;
   }
-  std::vector<double> by_turns;
-  for (std::size_t n = 0; n < layer_.gate_bias.size(); ++n) {
-    by_turns.push_back(layer_.gate_bias[n]);
-    by_turns.push_back(layer_.up_bias[n]);
-  }
+  // Where one of the two is missing, its places hold what shows if it is read.
+  std::vector<double> by_turns(2 * std::max(layer_.gate_bias.size(), layer_.up_bias.size()), std::nan(""));
+  for (std::size_t n = 0; n < layer_.gate_bias.size(); ++n) by_turns[2 * n] = layer_.gate_bias[n];
+  for (std::size_t n = 0; n < layer_.up_bias.size(); ++n) by_turns[2 * n + 1] = layer_.up_bias[n];
   gate_bias_ = matrix(2 * layer_.intermediate, by_turns);
 }
 
@@ -172,11 +174,13 @@ amx_sft_moe::AnyConstMatrix every_second(const amx_sft_moe::AnyConstMatrix& m, i
 }  // namespace
 
 amx_sft_moe::ExpertBiases Problem::biases() const {
-  if (layer_.down_bias.empty()) return {};
   const amx_sft_moe::AnyConstMatrix gate = gate_bias_.const_matrix_view();
   const amx_sft_moe::AnyConstMatrix down = down_bias_.const_matrix_view();
-  if (storage_.weights == WeightLayout::kFused) return {every_second(gate, 0), every_second(gate, 1), down};
-  return {gate, up_bias_.const_matrix_view(), down};
+  if (storage_.weights != WeightLayout::kFused) return {gate, up_bias_.const_matrix_view(), down};
+  amx_sft_moe::ExpertBiases biases{{}, {}, down};
+  if (!layer_.gate_bias.empty()) biases.gate = every_second(gate, 0);
+  if (!layer_.up_bias.empty()) biases.up = every_second(gate, 1);
+  return biases;
 }
 
 void Problem::replace_factors(const reference::Adapter& gate, const reference::Adapter& up,
@@ -295,10 +299,12 @@ Outputs::Outputs(const Problem& problem) {
     tensors_[reference::kUpWeight] = like_weight(problem, i, h, 2);
     tensors_[reference::kDownWeight] = like_weight(problem, h, i, 1);
   }
-  if (layer.down_bias.empty()) return;
-  tensors_[reference::kGateBias] = Tensor::matrix(s.factors, layer.experts, i, s.padding, s.edge);
-  tensors_[reference::kUpBias] = Tensor::matrix(s.factors, layer.experts, i, s.padding, s.edge);
-  tensors_[reference::kDownBias] = Tensor::matrix(s.factors, layer.experts, h, s.padding, s.edge);
+  const auto bias = [&](const reference::Vector& values, index_t out) {
+    return values.empty() ? Tensor() : Tensor::matrix(s.factors, layer.experts, out, s.padding, s.edge);
+  };
+  tensors_[reference::kGateBias] = bias(layer.gate_bias, i);
+  tensors_[reference::kUpBias] = bias(layer.up_bias, i);
+  tensors_[reference::kDownBias] = bias(layer.down_bias, h);
 }
 
 amx_sft_moe::LoraGradients Outputs::lora_gradients() const {

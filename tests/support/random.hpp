@@ -62,12 +62,13 @@ inline reference::Layer random_layer(Random& random, const Case& c) {
   layer.glu.form = static_cast<reference::Glu::Form>(c.form);
   // A low limit, so that a good part of the values is cut.
   if (c.form == Form::kClamped) layer.glu.limit = 0.75;
-  if (c.biases) {
-    const auto e = static_cast<std::size_t>(c.experts);
-    layer.gate_bias = random.values(e * static_cast<std::size_t>(c.intermediate), 0.5);
-    layer.up_bias = random.values(e * static_cast<std::size_t>(c.intermediate), 0.5);
-    layer.down_bias = random.values(e * static_cast<std::size_t>(c.hidden), 0.5);
-  }
+  const auto bias = [&](bool there, int width) {
+    const std::size_t count = static_cast<std::size_t>(c.experts) * static_cast<std::size_t>(width);
+    return there ? random.values(count, 0.5) : reference::Vector();
+  };
+  layer.gate_bias = bias(c.biases.gate, c.intermediate);
+  layer.up_bias = bias(c.biases.up, c.intermediate);
+  layer.down_bias = bias(c.biases.down, c.hidden);
   return layer;
 }
 
