@@ -64,6 +64,12 @@ TEST(Tensor, StoresAndReadsAnyStrides) {
   Tensor plain(DType::kFp32, extents, Strides::rows(extents));
   plain.store(values);
   EXPECT_EQ(plain.bits(), peft.bits());
+  Tensor backwards(DType::kFp32, extents, Strides{12, -4, -1});
+  backwards.store(values);
+  EXPECT_EQ(backwards.data<float>()[0], 0.1F);
+  EXPECT_EQ(backwards.data<float>()[-11], 11.1F);
+  EXPECT_EQ(plain.bits(), backwards.bits());
+  EXPECT_EQ(backwards.memory().bytes(), 24 * sizeof(float));
 }
 
 TEST(Tensor, RoundsToItsType) {

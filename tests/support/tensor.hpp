@@ -4,6 +4,7 @@
 
 #include <cmath>
 #include <cstdint>
+#include <cstdlib>
 #include <cstring>
 #include <limits>
 #include <vector>
@@ -28,6 +29,13 @@ struct Strides {
   // Rows of d2 adjacent elements, `padding` unused ones after each.
   static Strides rows(const Extents& e, index_t padding = 0) {
     return {e.d1 * (e.d2 + padding), e.d2 + padding, 1};
+  }
+  // The same memory, run through backwards in the dimensions whose bits are set.
+  Strides backwards(unsigned dimensions) const {
+    const auto turned = [&](index_t stride, unsigned bit) {
+      return (dimensions & bit) != 0 ? -stride : stride;
+    };
+    return {turned(s0, 1), turned(s1, 2), turned(s2, 4)};
   }
 };
 
@@ -108,9 +116,10 @@ class Tensor {
     return true;
   }
 
+  // The first element, which is not the first in memory where a stride is negative.
   template <class T>
   T* data() const {
-    return reinterpret_cast<T*>(memory_.data());
+    return reinterpret_cast<T*>(address(first()));
   }
 
   // Views for the library. An empty Tensor gives an empty view.
@@ -125,12 +134,22 @@ class Tensor {
 
  private:
   std::size_t element_bytes() const { return dtype_ == DType::kBf16 ? 2 : 4; }
+  // From the beginning of the memory.
   index_t offset(index_t i0, index_t i1, index_t i2) const {
-    return i0 * strides_.s0 + i1 * strides_.s1 + i2 * strides_.s2;
+    return first() + i0 * strides_.s0 + i1 * strides_.s1 + i2 * strides_.s2;
   }
-  // One past the last element's offset: exactly what the view may touch.
+  index_t first() const {
+    if (count() == 0) return 0;
+    const auto behind = [](index_t extent, index_t stride) { return stride < 0 ? (1 - extent) * stride : 0; };
+    return behind(extents_.d0, strides_.s0) + behind(extents_.d1, strides_.s1) +
+           behind(extents_.d2, strides_.s2);
+  }
+  // Of the last element in memory, plus one: exactly what the view may touch.
   index_t span() const {
-    return count() == 0 ? 0 : offset(extents_.d0 - 1, extents_.d1 - 1, extents_.d2 - 1) + 1;
+    const auto reach = [](index_t extent, index_t stride) { return (extent - 1) * std::abs(stride); };
+    if (count() == 0) return 0;
+    return 1 + reach(extents_.d0, strides_.s0) + reach(extents_.d1, strides_.s1) +
+           reach(extents_.d2, strides_.s2);
   }
   std::byte* address(index_t n) const { return memory_.data() + static_cast<std::size_t>(n) * element_bytes(); }
   std::uint32_t raw(index_t n) const {
