@@ -26,41 +26,53 @@ TYPED_TEST_SUITE(OperatorViews, AllKernels, KernelLabels);
 
 constexpr const char* kNoSpace = "the system does not give so much address space";
 
-TYPED_TEST(OperatorViews, ExpertsFarApart) {
+// Weights, a factor and two gradients.
+TYPED_TEST(OperatorViews, ExpertsOrTheirRowsFarApart) {
   using Weight = typename TypeParam::Weight;
-  constexpr index_t kE = 2, kH = 37, kI = 53, kRank = 7, kFar = FarApart<bf16>::kFar;
+  constexpr index_t kE = 2, kH = 21, kI = 17, kRank = 7, kFar = FarApart<bf16>::kFar;
   const Case c = with_trained_base({"far_apart", 19, 2, kE, kH, kI, {kRank, 3, 5}});
   const Problem problem = random_problem(c, kPlain, kWeightDType<TypeParam>);
   const Outputs want = step_alone<TypeParam>(problem);
+  for (const bool rows_apart : {false, true}) {
+    SCOPED_TRACE(rows_apart ? "rows" : "experts");
+    const auto pitch = [&](index_t rows, index_t cols) { return rows_apart ? cols : rows * cols; };
+    const auto make = [&]<class T>(const T*, index_t rows, index_t cols) {
+      return FarApart<T>::make(rows_apart ? kE * rows : kE, pitch(rows, cols));
+    };
+    const auto expert_stride = [&](index_t rows) { return rows_apart ? rows * kFar : kFar; };
+    const auto row_stride = [&](index_t cols) { return rows_apart ? kFar : cols; };
 
-  auto base = problem.base<Weight>();
-  amx_sft_moe::LoraWeights lora = problem.lora();
-  std::vector<FarApart<Weight>> weights;
-  for (auto* matrices : {&base.gate, &base.up, &base.down}) {
-    auto far = FarApart<Weight>::make(kE, kI * kH);
-    if (!far) GTEST_SKIP() << kNoSpace;
-    far->load(matrices->base, kI * kH);
-    matrices->base = far->data();
-    matrices->expert_stride = kFar;
-    weights.push_back(std::move(*far));
+    auto base = problem.base<Weight>();
+    amx_sft_moe::LoraWeights lora = problem.lora();
+    std::vector<FarApart<Weight>> weights;
+    for (auto* m : {&base.gate, &base.up, &base.down}) {
+      auto far = make(m->base, m->rows, m->cols);
+      if (!far) GTEST_SKIP() << kNoSpace;
+      far->load(m->base, pitch(m->rows, m->cols));
+      m->base = far->data();
+      m->expert_stride = expert_stride(m->rows);
+      m->row_stride = row_stride(m->cols);
+      weights.push_back(std::move(*far));
+    }
+    constexpr const bf16* kNarrow = nullptr;
+    auto gate_a = make(kNarrow, kRank, kH);
+    const auto grad_a = make(kNarrow, kRank, kH), grad_gate = make(kNarrow, kI, kH);
+    if (!gate_a || !grad_a || !grad_gate) GTEST_SKIP() << kNoSpace;
+    gate_a->load(reinterpret_cast<const bf16*>(lora.gate.a[0].visit([](const void* data) { return data; })),
+                 pitch(kRank, kH));
+    lora.gate.a = {gate_a->data(), kE, kRank, kH, expert_stride(kRank), row_stride(kH), 1};
+
+    Outputs got(problem);
+    amx_sft_moe::Gradients grads = got.gradients();
+    grads.lora.gate_a = {grad_a->data(), kE, kRank, kH, expert_stride(kRank), row_stride(kH), 1};
+    grads.weights.gate = {grad_gate->data(), kE, kI, kH, expert_stride(kI), row_stride(kH), 1};
+    Moe<TypeParam> moe(problem.config(), base, lora);
+    moe.forward_sft(problem.routing(), problem.x(), got.y());
+    moe.backward(problem.grad_y(), grads);
+    grad_a->store(got[reference::kGateA].template data<bf16>(), pitch(kRank, kH));
+    grad_gate->store(got[reference::kGateWeight].template data<bf16>(), pitch(kI, kH));
+    expect_same_bits(want, got);
   }
-  auto gate_a = FarApart<bf16>::make(kE, kRank * kH);
-  const auto grad_a = FarApart<bf16>::make(kE, kRank * kH), grad_gate = FarApart<bf16>::make(kE, kI * kH);
-  if (!gate_a || !grad_a || !grad_gate) GTEST_SKIP() << kNoSpace;
-  lora.gate.a[0].visit(
-      [&](const auto* data) { gate_a->load(reinterpret_cast<const bf16*>(data), kRank * kH); });
-  lora.gate.a = {gate_a->data(), kE, kRank, kH, kFar, kH, 1};
-
-  Outputs got(problem);
-  amx_sft_moe::Gradients grads = got.gradients();
-  grads.lora.gate_a = {grad_a->data(), kE, kRank, kH, kFar, kH, 1};
-  grads.weights.gate = {grad_gate->data(), kE, kI, kH, kFar, kH, 1};
-  Moe<TypeParam> moe(problem.config(), base, lora);
-  moe.forward_sft(problem.routing(), problem.x(), got.y());
-  moe.backward(problem.grad_y(), grads);
-  grad_a->store(got[reference::kGateA].template data<bf16>(), kRank * kH);
-  grad_gate->store(got[reference::kGateWeight].template data<bf16>(), kI * kH);
-  expect_same_bits(want, got);
 }
 
 // Rows of activations: on the stack, where x is copied, and with the caller's buffers, where it is read twice.
