@@ -10,7 +10,7 @@ WORKERS := -n logical --maxprocesses 4 --dist worksteal
 CLANG := -DCMAKE_C_COMPILER=clang-19 -DCMAKE_CXX_COMPILER=clang++-19
 # At -O2 -g an instrumented kernel takes GCC minutes to compile; at -O1 with line tables, half a minute.
 SANITIZED := -DCMAKE_BUILD_TYPE=RelWithDebInfo -DCMAKE_CXX_FLAGS_RELWITHDEBINFO="-O1 -g1"
-CALLING_THE_OPERATOR := arguments biases hypothesis hypothesis_calls in_use layouts nan numpy operator shared_a state transpose
+CALLING_THE_OPERATOR := arguments biases kept_memory hypothesis hypothesis_calls in_use layouts nan numpy operator shared_a state transpose
 FUZZ_CALLS ?= 200000
 SUDO := $(shell [ "$$(id -u)" = 0 ] || echo sudo)
 # Programs of .venv, behind the system's, for what is started by name: a fresh Debian has no cmake or ninja of its own.
@@ -32,8 +32,8 @@ SIMDE := /usr/include/simde/x86/avx512.h
 CPU_NEEDS_SIMDE := $(shell ! grep -qw avx512f /proc/cpuinfo && grep -ow -m1 avx2 /proc/cpuinfo)
 SOFT_AVX512 = $(if $(CPU_NEEDS_SIMDE),$(shell [ -n "$(REQUIRE_ALL)" ] || [ -e $(SIMDE) ] && echo ON || echo OFF),OFF)
 # Tests are left out where apt cannot install what they need. REQUIRE_ALL=1, which .ci/run sets, makes that an error.
-go_on_without = { [ -z "$(REQUIRE_ALL)" ] || { echo "REQUIRE_ALL: expected $(1) to be installed by apt, got an error:" \
-  "the tests that need it would be left out" >&2; false; }; } && echo "$(1): left out; to try again: rm $@" >&2
+go_on_without = { { [ -z "$(REQUIRE_ALL)" ] || { echo "REQUIRE_ALL: expected $(1) to be installed by apt, got an error:" \
+  "the tests that need it would be left out" >&2; false; }; } && echo "$(1): left out; to try again: rm $@" >&2; }
 # Folders too: theirs is the only date that changes when a source is removed.
 SOURCES := $(shell find cmake include python pyproject.toml CMakeLists.txt -not -name '*.pyc' -not -name __pycache__)
 

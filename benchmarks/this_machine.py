@@ -35,10 +35,11 @@ def huge_pages_share(tensor: torch.Tensor) -> float:
     return 0.0
 
 
-def last_level_cache(root: Path = Path("/sys/devices/system/cpu")) -> int:
-    """Bytes of the last-level caches of all CPUs together, 0 where the system does not say."""
+def last_level_cache(cpus: set[int], root: Path = Path("/sys/devices/system/cpu")) -> int:
+    """Bytes of the last-level caches of these CPUs together, 0 where the system does not say."""
     caches: dict[str, int] = {}
-    for index in root.glob("cpu[0-9]*/cache/index3"):
+    for cpu in cpus:
+        index = root / f"cpu{cpu}/cache/index3"
         with suppress(OSError, ValueError):
             shared, size = ((index / name).read_text().strip() for name in ("shared_cpu_list", "size"))
             caches[shared] = int(size.removesuffix("K")) << 10

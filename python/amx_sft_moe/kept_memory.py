@@ -3,7 +3,7 @@
 Gradients of parameters and saved activations of 64 KiB or more, of torch's kind and of numpy's, lie in
 memory of this package. When the last tensor of one is gone (``zero_grad(set_to_none=True)``, the end of a
 backward), its memory stays for the next one of about that size: the system would have to clear new memory
-page by page, 5 to 8 ms a step and layer for LoRA's gradients of 128 experts. What is in use and what is idle
+page by page, 5 to 10 ms a step and layer for LoRA's gradients of 128 experts. What is in use and what is idle
 together are never more than what has been in use at one time.
 """
 

@@ -1,5 +1,6 @@
 #include "kept_memory.hpp"
 
+#include <malloc.h>
 #include <pthread.h>
 
 #include <algorithm>
@@ -63,10 +64,16 @@ KeptMemory::Usage KeptMemory::usage() {
 }
 
 index_t KeptMemory::release() {
-  const std::lock_guard lock(mutex_);
-  const index_t idle = now_.idle_bytes;
-  shrink_idle(0);
-  most_in_use_ = now_.in_use_bytes;
+  index_t idle = 0;
+  {
+    const std::lock_guard lock(mutex_);
+    idle = now_.idle_bytes;
+    shrink_idle(0);
+    most_in_use_ = now_.in_use_bytes;
+  }
+#ifdef __GLIBC__
+  malloc_trim(0);  // else what is not at its heap's end would stay with the C library
+#endif
   return idle;
 }
 

@@ -1,5 +1,5 @@
 // Memory of large results that is kept for the next ones when nobody holds them any more. The system gives memory out in
-// pages of zeros, so that gradients of all factors, tens of megabytes that are new in every step, would take 5 to 8 ms to be
+// pages of zeros, so that gradients of all factors, tens of megabytes that are new in every step, would take 5 to 10 ms to be
 // there at all (benchmarks/LOG.md, "Memory that is kept").
 #pragma once
 

@@ -88,13 +88,15 @@ def test_caches_are_counted_once(tmp_path: Path) -> None:
         folder.mkdir(parents=True)
         (folder / "shared_cpu_list").write_text(f"{shared}\n")
         (folder / "size").write_text(f"{size}\n")
-    assert this_machine.last_level_cache(tmp_path) == 33 << 20
-    assert this_machine.last_level_cache(tmp_path / "nothing") == 0
+    assert this_machine.last_level_cache({0, 1, 2}, tmp_path) == 33 << 20
+    assert this_machine.last_level_cache({1, 3}, tmp_path) == 32 << 20
+    assert this_machine.last_level_cache({0}, tmp_path / "nothing") == 0
 
 
 def test_no_candidate_is_here(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setattr(peers.os, "sched_setaffinity", lambda *_: None)
     monkeypatch.setattr(peers, "installed", lambda _: False)
+    monkeypatch.setattr(peers.Limits, "measure", lambda *_: None)
     monkeypatch.setattr(sys, "argv", ["peers.py", "--shape", "small", "--peers", "kt-int4"])
     with pytest.raises(SystemExit) as stop:
         peers.main()

@@ -53,7 +53,6 @@ def test_target_is_that_of_the_next_larger_number_of_tokens(tokens: int, target:
         ({"torch_grouped": 500, "torch_grouped_fp32": 99}, "missed"),  # fp32 counts where it was run
         ({"torch_grouped": 500, "torch_loop_fp32": 99}, "missed"),
         ({"torch_grouped": 200, "kt_bf16": 200, "kt_bf16_spared": 99}, "missed"),  # with a CPU for who waits
-        ({"torch_grouped": 100, "kt_int8": 60, "kt_int8_spared": 40}, "missed"),
         ({"kt_int8": 50}, ""),  # which is no rival otherwise
         ({"torch_grouped": 90, "limit": 37}, "beyond the limit"),
         ({"torch_grouped": 90, "limit": 36}, "missed"),
@@ -71,7 +70,7 @@ def test_rivals_go_by_the_cpu() -> None:
     without = sweep.rivals_on({"avx512_bf16": False})
     assert without == sweep.BF16_RIVALS + sweep.FP32_RIVALS
     assert {"torch-grouped-fp32", "torch-loop-fp32"} <= set(without)
-    assert {"ours", "ours-fresh", *sweep.RIVALS, *sweep.INT8} == set(
+    assert {"ours", "ours-fresh", *sweep.RIVALS, sweep.INT8} == set(
         sweep.COLOURS
     )  # all have a line in the picture
 
@@ -108,7 +107,7 @@ def test_what_is_run(
     monkeypatch.setattr(amx_sft_moe, "info", lambda: {"instruction_sets": {"avx512_bf16": False}})
     path = tmp_path / "run.jsonl"
     path.write_text(json.dumps(rows(8, ours=45)["ours"]) + "\n")
-    sweep.run_missing(path, sweep.runs(quick=True))
+    assert not sweep.run_missing(path, sweep.runs(quick=True))
     tokens = [command[command.index("--tokens") + 1] for command in commands]
     turns = [command[command.index("--iterations") + 1] for command in commands]
     assert tokens == ["32", "32", "128", "512", "2048"]

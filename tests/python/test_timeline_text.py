@@ -6,6 +6,7 @@ import pytest
 
 import timelines
 from amx_sft_moe import timeline
+from amx_sft_moe.timeline.readers import text_dump
 
 pd = pytest.importorskip("pandas")
 
@@ -75,3 +76,8 @@ def test_the_only_pass_of_its_kind_stays(tmp_path):
     read = timeline.read(path)
     assert read.passes["step"].tolist() == ["forward", "backward"]
     assert not any("lack lines" in note for note in read.notes)
+
+
+def test_a_kind_of_pass_that_came_after_the_first_reading_is_whole():
+    only_forwards = text_dump._Expected([text_dump._Pass("forward", {}, {"forward_down": 1.0})])
+    assert only_forwards.is_whole(text_dump._Pass("backward", {}, {"backward_down": 1.0}))

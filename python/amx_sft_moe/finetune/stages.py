@@ -13,6 +13,7 @@ from peft import PeftModel
 from transformers import PreTrainedTokenizerBase
 
 from amx_sft_moe.errors import cause_of
+from amx_sft_moe.kept_memory import empty_cache
 
 from . import adapter, comparison, corpus, hook, jsonl, model, packing, report, results
 from .corpus import Document, Example
@@ -240,6 +241,7 @@ def train_adapter(
     except DivergedError as error:
         raise FinetuneError(f"{error}: {_advice(options)}") from error
     _say_curve(say, curve)
+    empty_cache()  # of gradients: what comes next asks how much memory there is
     return Adapted(adapted, start, curve)
 
 
