@@ -253,8 +253,8 @@ def draw(found: dict[Key, Rows], picture: Path) -> None:
         [20, 50, 100, 200, 500, 1000, 2000, 5000], ["20", "50", "100", "200", "500", "1000", "2000", "5000"]
     )
     figure.suptitle(f"One layer of {MAIN}, bf16, two threads", fontsize=11)
-    figure.legend(loc="lower center", ncols=7, frameon=False)
-    figure.tight_layout(rect=(0, 0.07, 1, 1))
+    figure.legend(loc="lower center", ncols=6, frameon=False, fontsize=9, columnspacing=1.5)
+    figure.tight_layout(rect=(0, 0.11, 1, 1))
     figure.savefig(picture, metadata={"Date": None})
 
 
