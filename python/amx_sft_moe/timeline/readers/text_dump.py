@@ -87,7 +87,7 @@ class _Expected:
     def is_whole(self, one: _Pass) -> bool:
         of_all_others = self._passes[one.step] - 1
         own = one.lines()
-        others = self._with.get(one.step, {})  # none where the file has grown since
+        others = self._with.get(one.step, Counter())  # none where the file has grown since
         return all(count < of_all_others for name, count in others.items() if name not in own)
 
 
