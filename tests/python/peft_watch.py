@@ -34,6 +34,8 @@ class LargeTensors(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
+        if func.is_view:  # of scratch memory too, which may be as large as what ran before needed
+            return result
         for tensor in torch.utils._pytree.tree_leaves(result):
             large = isinstance(tensor, torch.Tensor) and tensor.numel() >= self._elements
             if large and tensor.untyped_storage().data_ptr() not in self._of_model:

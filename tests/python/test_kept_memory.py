@@ -133,7 +133,7 @@ class TestKept:
         gradients = layer.backward()
         held = torch.zeros(1 << 20)  # behind them
         kept, before = in_use(), resident()
-        assert kept > 20 << 20
+        assert kept > 10 << 20
         del gradients
         amx_sft_moe.empty_cache()
         assert before - resident() > kept // 2
