@@ -127,7 +127,7 @@ class TestKept:
         assert (in_use(), idle()) == (one, 0)
         np.testing.assert_array_equal(values(held.gate_lora_a), expected)
 
-    @pytest.mark.skipif("libasan" in os.environ.get("LD_PRELOAD", ""), reason="it keeps what was freed for a while")
+    @pytest.mark.skipif("libasan" in os.environ.get("LD_PRELOAD", ""), reason="it keeps what was freed")
     def test_the_system_has_it_then(self, of_numpy: bool) -> None:
         layer = Layer(of_numpy, scale=16)
         torch.zeros(5 << 20)  # freed, it has the C library keep what is smaller
