@@ -5,13 +5,12 @@
                                [--base-weights]
 
 All candidates live in one process, on as many CPUs as `--threads` says where the machine has more, and take
-turns. kt-kernel computes with as many threads as it is told, while the one that called waits for them in a loop
-without a pause: told as many as there are CPUs, these share them with that one. `kt-bf16-spared` is told one
-fewer, so that each of its threads has a CPU. Each turn begins with a pause,
-in which the threads of the one before stop spinning, and a run that does not count, so that everybody finds
-their own caches warm and threads awake; then come runs of 20 ms in all, or one that takes longer, whose median
-is the turn's figure. Prints a table of medians in ms and the step's ratio to the first candidate, then one JSON
-line a candidate.
+turns. kt-kernel computes with as many threads as it is told, while the one that called waits for them in a
+loop without a pause: told as many as there are CPUs, these share them with that one. `kt-bf16-spared` is told
+one fewer, so that each of its threads has a CPU. Each turn begins with a pause, in which the threads of the
+one before stop spinning, and a run that does not count, so that everybody finds their own caches warm and
+threads awake; then come runs of 20 ms in all, or one that takes longer, whose median is the turn's figure.
+Prints a table of medians in ms and the step's ratio to the first candidate, then one JSON line a candidate.
 
 Before and after the turns the machine's limits are measured, the highest peak of an instruction and the
 bandwidth, the better of two. A step's limit is max(useful FLOP / peak, bytes of active weights / bandwidth) of

@@ -124,9 +124,10 @@ def over_fastest_rival(rows: Rows, name: str, time: str = "step_ms") -> float | 
 
 def verdict(rows: Rows, tokens: int) -> Verdict:
     over_int8 = rows["ours"]["step_ms"] / rows[INT8]["step_ms"] if INT8 in rows else None
-    possible = [over_fastest_rival(rows, "ours", "limit_ms"), over_fastest_rival(rows, "ours-fresh")]
+    ratio = over_fastest_rival(rows, "ours")
+    possible = [over_fastest_rival(rows, "ours", "limit_ms"), ratio, over_fastest_rival(rows, "ours-fresh")]
     limit = min((share for share in possible if share is not None), default=None)
-    return Verdict(over_fastest_rival(rows, "ours"), limit, target_of(tokens), over_int8)
+    return Verdict(ratio, limit, target_of(tokens), over_int8)
 
 
 def is_close(rows: Rows, tokens: int) -> bool:

@@ -112,10 +112,9 @@ class TestKept:
             assert in_use() + idle() <= most
             del held
             assert idle() <= most
-        other = Layer(of_numpy)
-        other.op.set_lora()  # gradients of other sizes: of x alone
-        other.backward()
+        other = Layer(of_numpy, scale=2).backward()  # of other sizes: what is idle has none of them
         assert in_use() + idle() <= most
+        del other
 
     def test_empty_cache_gives_idle_memory_back(self, of_numpy: bool) -> None:
         layer = Layer(of_numpy)
