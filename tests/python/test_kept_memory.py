@@ -15,7 +15,7 @@ import torch
 import amx_sft_moe
 from amx_sft_moe.autograd import LoraFactors, sft_moe
 
-E, K, H, INNER, R, T = 8, 2, 256, 192, 16, 40  # factors of 64 KiB and more
+E, K, H, INNER, R, T = 8, 2, 256, 192, 16, 80  # factors, x and y of 64 KiB and more
 FACTORS = "gate_lora_a", "gate_lora_b", "up_lora_a", "up_lora_b", "down_lora_a", "down_lora_b"
 
 
