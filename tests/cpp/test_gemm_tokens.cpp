@@ -164,6 +164,32 @@ TYPED_TEST(GemmTokens, TheFormDecidesTheOrderOfSums) {
   EXPECT_EQ(!dots, this->product(kIn, 0, 6, 6) == this->product(kIn, 0, 6, 70));
 }
 
+// Nor do outputs beside it change how one is summed: tiles of fewer rows have as many chains.
+TYPED_TEST(GemmTokens, FewerOutputsHaveTheBitsOfAll) {
+  this->make_sums_round();
+  for (const index_t tokens : {6, 13, 16, 17, 22, 27, 49}) {
+    const std::vector<float> all = this->product(531, 0, tokens, tokens, 40);
+    for (index_t outs = 1; outs < 40; ++outs) {
+      const std::vector<float> some = this->product(531, 0, tokens, tokens, outs);
+      for (index_t t = 0; t < tokens; ++t) {
+        ASSERT_EQ(0, std::memcmp(some.data() + t * outs, all.data() + t * 40,
+                                 static_cast<std::size_t>(outs) * sizeof(float)))
+            << tokens << " tokens, token " << t << ", " << outs << " outputs";
+      }
+    }
+  }
+}
+
+// Few tokens in panels have sums of two chains, of even and of odd steps, if a kernel has panels for them.
+TYPED_TEST(GemmTokens, FewPanelsAreSummedInAnotherOrder) {
+  this->make_sums_round();
+  for (const index_t tokens : {13, 16, 17, 20, 21, 24}) {
+    const bool few = gemm::token_form<TypeParam>(tokens) == gemm::TokenForm::kFewPanels;
+    if (!few) continue;
+    EXPECT_NE(this->product(592, 0, tokens, 70), this->product(592, 0, tokens, tokens)) << tokens;
+  }
+}
+
 // A second term, as LoRA has one, of few steps and an odd number of them or of more: in the form of the first.
 TYPED_TEST(GemmTokens, TermsOfOneFormAreSummed) {
   for (const auto& [in, second] :
@@ -269,8 +295,10 @@ TEST(TokenForm, DotProductsAreForFewTokens) {
   using Lanes = kernels::Avx512Bf16;
   using Strips = kernels::Avx512<bf16>;
   EXPECT_EQ(gemm::TokenForm::kDots, gemm::token_form<Lanes>(1));
-  EXPECT_EQ(gemm::TokenForm::kDots, gemm::token_form<Lanes>(14));
-  EXPECT_EQ(gemm::TokenForm::kPanels, gemm::token_form<Lanes>(15));
+  EXPECT_EQ(gemm::TokenForm::kDots, gemm::token_form<Lanes>(12));
+  EXPECT_EQ(gemm::TokenForm::kFewPanels, gemm::token_form<Lanes>(13));
+  EXPECT_EQ(gemm::TokenForm::kFewPanels, gemm::token_form<Lanes>(24));
+  EXPECT_EQ(gemm::TokenForm::kPanels, gemm::token_form<Lanes>(25));
   EXPECT_EQ(gemm::TokenForm::kDots, gemm::token_form<Strips>(16));
   EXPECT_EQ(gemm::TokenForm::kShortDots, gemm::token_form<Strips>(17));
   EXPECT_EQ(gemm::TokenForm::kShortDots, gemm::token_form<Strips>(32));
@@ -292,6 +320,7 @@ TEST(TokenForm, DotProductsOfMoreTokensAreForRowsOfWhichXHasRoom) {
   EXPECT_TRUE(gemm::by_dots(Form::kDots, 4097));
   EXPECT_FALSE(gemm::by_dots(Form::kShortDots, 4097));
   EXPECT_FALSE(gemm::by_dots(Form::kStrips, 64));
+  EXPECT_FALSE(gemm::by_dots(Form::kFewPanels, 64));
   EXPECT_FALSE(gemm::by_dots(Form::kPanels, 64));
 }
 

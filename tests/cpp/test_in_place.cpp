@@ -152,11 +152,12 @@ struct Turns {
 // What tiles of R rows ask for while they go over a block: a line with each of its lines.
 template <class Tiles, class W, int R>
 void expect_a_turn_with_each_line() {
+  using A = typename Tiles::Element;
   constexpr index_t kSteps = 8, kCols = 1024;
-  const std::vector<float> a(std::size_t{R * kSteps}, 1.0F);
+  const std::vector<A> a(std::size_t{R * kSteps}, from_float<A>(1.0F));
   const std::vector<W> b(std::size_t{kSteps * kCols}, from_float<W>(2.0F));
   std::vector<float> c(std::size_t{R * kCols});
-  const W* row[std::size_t{kSteps}];
+  const W* row[std::size_t{kSteps} + 1] = {};
   for (index_t k = 0; k < kSteps; ++k) row[k] = b.data() + k * kCols;
   Turns turns;
   Tiles::template block<R>(a.data(), kSteps, row, kSteps, kCols, arch::SumRows{c.data(), kCols, true}, {},
@@ -165,17 +166,21 @@ void expect_a_turn_with_each_line() {
       << R << " rows of " << sizeof(W) << " bytes an element";
   EXPECT_EQ(std::vector<float>(c.size(), 16.0F), c);
 }
-template <class Kernel, class Tiles>
+template <class Kernel, class Tiles, class W = typename Kernel::Weight>
 void expect_turns_of_all_rows() {
   if (!Kernel::available()) GTEST_SKIP() << Kernel::refusal();
-  [&]<int... Less>(std::integer_sequence<int, Less...>) {
-    (expect_a_turn_with_each_line<Tiles, typename Kernel::Weight, Less + 1>(), ...);
-  }(std::make_integer_sequence<int, int{Tiles::kRows}>{});
+  [&]<int... More>(std::integer_sequence<int, More...>) {
+    (expect_a_turn_with_each_line<Tiles, W, More + int{Tiles::kLeastRows}>(), ...);
+  }(std::make_integer_sequence<int, int{Tiles::kRows - Tiles::kLeastRows + 1}>{});
 }
 
 TEST(BlocksOfRows, Avx512AsksForALineWithEachLine) {
   expect_turns_of_all_rows<kernels::Avx512<bf16>, arch::avx512::InPlaceTiles>();
   expect_turns_of_all_rows<kernels::Avx512<float>, arch::avx512::InPlaceTiles>();
+}
+TEST(BlocksOfRows, Avx512Bf16AsksForALineWithEachLine) {
+  expect_turns_of_all_rows<kernels::Avx512Bf16, arch::avx512::PairBlockTiles>();
+  expect_turns_of_all_rows<kernels::Avx512Bf16, arch::avx512::PairBlockTiles, float>();
 }
 TEST(BlocksOfRows, Avx2AsksForALineWithEachLine) {
   expect_turns_of_all_rows<kernels::Avx2<bf16>, arch::avx2::InPlaceTiles>();

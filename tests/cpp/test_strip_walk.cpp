@@ -192,13 +192,13 @@ bool same(const arch::BlockOfRows& a, const arch::BlockOfRows& b) {
 
 // Each element once, all steps along K of as many columns as a block has before the next; blocks of which each is announced, and
 // twice as large as the one before until two of them take half of L2, or have so many steps.
-void expect_all_blocks(index_t k, index_t cols, index_t element, index_t most_steps) {
-  const index_t wide = std::min(cols, arch::kBlockRowBytes / element);
+void expect_all_blocks(index_t k, index_t cols, index_t element, index_t most_steps, index_t most_cols) {
+  const index_t wide = std::min(cols, most_cols);
   const index_t fit = wide > 0 ? arch::kBlockBytes / (wide * element) : 0;
   index_t kk = 0, col = 0, full = std::min(arch::kFirstBlockSteps, most_steps);
   const index_t most = std::clamp(fit / arch::kFirstBlockSteps * arch::kFirstBlockSteps, full, most_steps);
   arch::BlockOfRows announced{0, 0, std::min(full, cols > 0 ? k : 0), wide};
-  for (arch::BlockWalk walk(k, cols, element, most_steps); !walk.done(); walk.advance()) {
+  for (arch::BlockWalk walk(k, cols, element, most_steps, most_cols); !walk.done(); walk.advance()) {
     const arch::BlockOfRows& block = walk.here();
     const arch::BlockOfRows expected{kk, col, std::min(full, k - kk), std::min(wide, cols - col)};
     ASSERT_TRUE(same(expected, block))
@@ -218,7 +218,9 @@ TEST(BlockWalk, MeetsEachElementOnce) {
   for (const index_t element : {2, 4}) {
     for (const index_t cols : {0, 1, 64, 2880, 4096, 8192, 8193, 20000}) {
       for (const index_t k : {0, 1, 8, 9, 24, 57, 1536}) {
-        for (const index_t most : {4, 8, 12, 32}) expect_all_blocks(k, cols, element, most);
+        for (const index_t most : {4, 8, 12, 32, 64}) {
+          for (const index_t wide : {64, 2880, 8192}) expect_all_blocks(k, cols, element, most, wide);
+        }
       }
     }
   }

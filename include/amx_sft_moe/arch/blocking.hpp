@@ -1,7 +1,7 @@
 // Sizes and distances within products, with what they follow from: the caches of a core, and how many lines it asks
 // memory for at a time. Those of tasks and panels are gemm/blocking.hpp's. Compiled in, as L1 is 32 or 48 KiB in all CPUs
 // with AVX2 or more; L2, which differs more, is asked for at run time there. They change speed, never bits, but for
-// kLongDot, kShortDot and rows_of_stream(), which are the same on every machine.
+// kLongDot, kShortDot, kLanesBytes and rows_of_stream(), which are the same on every machine.
 #pragma once
 
 #include "amx_sft_moe/core/element.hpp"
@@ -53,7 +53,7 @@ inline constexpr index_t kLeadProducts = 2048;
 inline constexpr index_t kLeastLead = 8;
 
 // Of x, as many steps of K as products with tokens along the lanes (arch/avx512/token_lanes.hpp) go together: half of the
-// smallest L2.
+// smallest L2. Of few tokens, which have two chains of sums, each part ends with the sum of both.
 inline constexpr index_t kLanesBytes = index_t{512} << 10;
 
 // Products in place (arch/in_place.hpp). They are as fast as memory delivers, so it is asked twice. Far ahead into L2: a
@@ -78,6 +78,9 @@ inline constexpr index_t kSumsBytes = index_t{24} << 10;
 inline constexpr index_t kBlockSteps = 32, kFirstBlockSteps = 8, kBlockStepsOfARow = 4;
 inline constexpr index_t kBlockBytes = index_t{256} << 10;
 inline constexpr index_t kBlockRowBytes = index_t{16} << 10;
+// Of pairs of rows (arch/avx512/pair_blocks.hpp), which meet 13 to 16 rows of A: sums of as many columns at most, a quarter of 1
+// MiB of L2, pass through registers with each block (benchmarks/LOG.md, "Pairs that are kept").
+inline constexpr index_t kPairBlockSums = index_t{64} << 10;
 // Blocks of W's rows whose dot products have K in parts (arch/dot_blocks.hpp): rows and bytes at most, two blocks and x beside
 // them in 1 MiB of L2; bytes of the x of a part, where all of it takes more than kSumsBytes. And tokens up to which CPUs that
 // like memory in order have dot products without blocks: as that was measured.

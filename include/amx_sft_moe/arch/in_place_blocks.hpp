@@ -25,12 +25,12 @@ struct BlockOfRows {
 };
 
 // The blocks of B [k, cols], elements of so many bytes, one after the other: all steps along K of as many columns as are
-// asked for together before the next, at most so many of them. Memory is asked for during the block before, so the first ones
+// asked for together before the next, at most so many of either. Memory is asked for during the block before, so the first ones
 // are small.
 class BlockWalk {
  public:
-  BlockWalk(index_t k, index_t cols, index_t element, index_t most_steps)
-      : k_(k), cols_(cols), wide_(std::min(cols, kBlockRowBytes / element)) {
+  BlockWalk(index_t k, index_t cols, index_t element, index_t most_steps, index_t most_cols)
+      : k_(k), cols_(cols), wide_(std::min(cols, most_cols)) {
     const index_t fit = kBlockBytes / std::max<index_t>(wide_ * element, 1);
     const index_t first = std::min(kFirstBlockSteps, most_steps);
     most_ = std::clamp(fit / kFirstBlockSteps * kFirstBlockSteps, first, most_steps);
@@ -64,24 +64,27 @@ struct BlockEnds {
 
 // Products of gemm_nn and gemm_tn. Tiles has, with its own target attribute, for 1 <= R <= kRows:
 //   template <int R, class S, class Ahead>
-//   static void block(const float* a, index_t a_stride, const S* const* b, index_t steps, index_t cols, const SumRows& c,
+//   static void block(const A* a, index_t a_stride, const S* const* b, index_t steps, index_t cols, const SumRows& c,
 //                     BlockEnds ends, Ahead& ahead);
 // which adds to C [R, cols] the products of A [R, steps], 1 <= steps <= kBlockSteps, with the first `cols` elements of rows b,
 // and has ahead.turn() with each line of B, but for the last columns.
 template <class Tiles, int MostRows>
 struct InPlaceBlocks {
+  using A = typename Tiles::Element;
   // Whether B is read in place: for few rows of A, or few steps along K.
   static constexpr bool in_place(index_t k, index_t rows) { return rows <= MostRows || k <= kFewSteps; }
 
   // C [rows, cols] += A [rows, k] x B [k, cols], B's columns adjacent.
   template <class S>
-  static void multiply_in_place(const float* a, index_t a_stride, index_t rows, const RowSource<S>& b,
-                                index_t k, index_t cols, const SumRows& c, bool in_order = asks_in_order()) {
-    for (BlockWalk walk(k, cols, sizeof(S), most_steps(rows, in_order)); !walk.done(); walk.advance()) {
+  static void multiply_in_place(const A* a, index_t a_stride, index_t rows, const RowSource<S>& b, index_t k,
+                                index_t cols, const SumRows& c, bool in_order = asks_in_order()) {
+    const index_t most_cols = columns_of_part(rows, cols, kBlockRowBytes / index_t{sizeof(S)});
+    for (BlockWalk walk(k, cols, sizeof(S), most_steps(rows, in_order), most_cols); !walk.done();
+         walk.advance()) {
       const BlockOfRows& here = walk.here();
       const BlockOfRows& next = walk.next();
-      SharedLines ahead(
-          LinesInOrder(bytes_of(b.from_row(next.kk).from_column(next.col), next.steps, next.cols)), rows);
+      const LinesInOrder lines(bytes_of(b.from_row(next.kk).from_column(next.col), next.steps, next.cols));
+      Ahead ahead = ahead_of(lines, rows);
       multiply_block(a + here.kk, a_stride, rows, b.from_row(here.kk).from_column(here.col), here,
                      c.after(here.kk).from(0, here.col), {here.kk == 0, here.kk + here.steps == k}, ahead);
     }
@@ -89,39 +92,56 @@ struct InPlaceBlocks {
 
  private:
   static constexpr index_t kRows = Tiles::kRows;
+  static constexpr bool kOnePass = MostRows <= kRows;
+  using Ahead = std::conditional_t<kOnePass, LinesInOrder, SharedLines>;
+
+  static Ahead ahead_of(const LinesInOrder& lines, index_t rows) {
+    if constexpr (kOnePass) {
+      return lines;
+    } else {
+      return {lines, rows};
+    }
+  }
+
+  // Equal parts of a row of C.
+  static constexpr index_t columns_of_part(index_t rows, index_t cols, index_t most) {
+    if constexpr (requires { Tiles::most_cols(rows); }) most = std::min(most, Tiles::most_cols(rows));
+    return cols <= most ? most : round_up(ceil_div(cols, ceil_div(cols, most)), kStripCols);
+  }
 
   static constexpr index_t most_steps(index_t rows, bool in_order) {
-    if (!in_order || rows >= kBlockSteps / kBlockStepsOfARow) return kBlockSteps;
+    if (!in_order || rows >= Tiles::kSteps / kBlockStepsOfARow) return Tiles::kSteps;
     return kBlockStepsOfARow * static_cast<index_t>(std::bit_floor(static_cast<std::size_t>(rows)));
   }
 
   // C [rows, block.cols] += A [rows, block.steps] x b. Tiles share out what is asked for as they share out the rows. Whole tiles
   // and the rest, not parts as large as one another: two tiles of 8 rows take longer than one of 12 and one of 4.
   template <class S>
-  static void multiply_block(const float* a, index_t a_stride, index_t rows, const RowSource<S>& b,
-                             const BlockOfRows& block, const SumRows& c, BlockEnds ends, SharedLines& ahead) {
-    const S* row[std::size_t{kBlockSteps}];
+  static void multiply_block(const A* a, index_t a_stride, index_t rows, const RowSource<S>& b,
+                             const BlockOfRows& block, const SumRows& c, BlockEnds ends, Ahead& ahead) {
+    const S* row[std::size_t{Tiles::kSteps} + 1];
     for (index_t k = 0; k < block.steps; ++k) row[k] = b.row(k);
+    row[block.steps] = nullptr;
     const auto tile = [&](index_t r, auto& asked) {
       block_of<S>(std::min(kRows, rows - r), asked)(a + r * a_stride, a_stride, row, block.steps, block.cols,
                                                     c.from(r, 0), ends, asked);
     };
     NothingAhead nothing;
     for (index_t r = 0; r < rows; r += kRows) {
-      ahead.begin_pass(std::min(kRows, rows - r));
+      if constexpr (!kOnePass) ahead.begin_pass(std::min(kRows, rows - r));
       ahead.any() ? tile(r, ahead) : tile(r, nothing);
     }
   }
 
-  template <class S, class Ahead>
-  using Block = void (*)(const float*, index_t, const S* const*, index_t, index_t, const SumRows&, BlockEnds,
-                         Ahead&);
-  template <class S, class Ahead>
-  static Block<S, Ahead> block_of(index_t rows, const Ahead&) {
+  template <class S, class Asked>
+  using Block = void (*)(const A*, index_t, const S* const*, index_t, index_t, const SumRows&, BlockEnds,
+                         Asked&);
+  template <class S, class Asked>
+  static Block<S, Asked> block_of(index_t rows, const Asked&) {
     return []<int... Less>(index_t n, std::integer_sequence<int, Less...>) {
-      constexpr Block<S, Ahead> kOf[] = {&Tiles::template block<Less + 1, S, Ahead>...};
+      constexpr Block<S, Asked> kOf[] = {&Tiles::template block<Less + int{Tiles::kLeastRows}, S, Asked>...};
       return kOf[n];
-    }(rows - 1, std::make_integer_sequence<int, kRows>{});
+    }(rows - Tiles::kLeastRows, std::make_integer_sequence<int, int{kRows - Tiles::kLeastRows + 1}>{});
   }
 };
 

@@ -112,8 +112,6 @@ struct InPlaceDots {
       }
     }
     const DotRows<S> rows{w, outs, k, DotOuts, ceil_div(tokens, DotTokens)};
-    // In order and with x on its way from L2 it took up to 1.2 times as long (benchmarks/LOG.md, "Zen 5").
-    in_order = in_order && tokens * k * index_t{sizeof(X)} <= kSumsBytes;
     const index_t steps = k / std::max<index_t>(Tiles::kLine, kLineBytes / index_t{sizeof(S)});
     FarRows<S> ahead(rows, ceil_div(outs, DotOuts) * rows.passes * steps, in_order);
     dot_groups(rows, ordered, tokens, c, ahead);

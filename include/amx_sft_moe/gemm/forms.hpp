@@ -47,14 +47,19 @@ struct TokenMicrokernel<Kernel> {
 
 // The plan for a product whose A is read once, from memory.
 template <class Micro>
-arch::BlockPlan streamed_plan(index_t rows, index_t cols) {
-  if constexpr (requires { Micro::streamed_plan(rows, cols); }) return Micro::streamed_plan(rows, cols);
-  return Micro::plan(rows, cols);
+arch::BlockPlan streamed_plan(index_t rows, index_t cols, TokenForm form) {
+  if constexpr (requires { Micro::two_chains(1); }) {
+    return Micro::plan(rows, cols, form == TokenForm::kFewPanels ? 2 : 1);
+  } else if constexpr (requires { Micro::streamed_plan(rows, cols); }) {
+    return Micro::streamed_plan(rows, cols);
+  } else {
+    return Micro::plan(rows, cols);
+  }
 }
 
 // gemm_nt of tokens in panels: C^T, block by block.
 template <class Kernel, std::size_t Outputs, class Epilogue>
-void product_with_panels(ThreadContext<Kernel>& thread, index_t out, index_t tokens,
+void product_with_panels(ThreadContext<Kernel>& thread, index_t out, index_t tokens, TokenForm form,
                          const std::array<std::span<const Term<typename Kernel::Compute>>, Outputs>& outputs,
                          Epilogue&& epilogue) {
   using Micro = typename TokenMicrokernel<Kernel>::Type;
@@ -63,7 +68,7 @@ void product_with_panels(ThreadContext<Kernel>& thread, index_t out, index_t tok
       return product_of_streams(thread, out, tokens, outputs, epilogue);
   }
   std::array<TokenBlock, Outputs> results;
-  const arch::BlockPlan plan = streamed_plan<Micro>(out, tokens);
+  const arch::BlockPlan plan = streamed_plan<Micro>(out, tokens, form);
   for_each_block<Kernel, Micro>(thread.session, thread.scratch, plan, Micro::kKUnit, outputs,
                                 [&](const std::array<Block, Outputs>& blocks) {
                                   for (std::size_t o = 0; o < Outputs; ++o) {
@@ -108,7 +113,7 @@ void gemm_nt(ThreadContext<Kernel>& thread, index_t out, index_t tokens, TokenFo
     }
   }
   if constexpr (PanelsOfTokens<Kernel>) {
-    product_with_panels(thread, out, tokens, outputs, epilogue);
+    product_with_panels(thread, out, tokens, form, outputs, epilogue);
   }
 }
 

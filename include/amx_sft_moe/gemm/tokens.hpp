@@ -50,8 +50,8 @@ constexpr index_t padded_k(index_t k) {
 }
 
 // How an expert's tokens are multiplied with a weight, and so how they lie: in rows for dot products with rows of the weight
-// where these lie (by_dots(); else strips), in rows for strips, or in panels.
-enum class TokenForm : std::uint8_t { kDots, kShortDots, kStrips, kPanels };
+// where these lie (by_dots(); else strips), in rows for strips, or in panels, of few tokens with two chains of sums.
+enum class TokenForm : std::uint8_t { kDots, kShortDots, kStrips, kFewPanels, kPanels };
 
 // Whether a term of k steps has dot products. Few steps do not pay for their sums over lanes; of more tokens than kDots is for,
 // x of many steps has no room beside the weight's rows.
@@ -68,6 +68,9 @@ constexpr TokenForm token_form(index_t all_tokens) {
     if (Kernel::Microkernel::dots(all_tokens)) return TokenForm::kDots;
     if (Kernel::Microkernel::short_dots(all_tokens)) return TokenForm::kShortDots;
   }
+  if constexpr (LanesOfTokens<Kernel>) {
+    if (Kernel::Microkernel::TokenLanes::two_chains(all_tokens)) return TokenForm::kFewPanels;
+  }
   return PanelsOfTokens<Kernel> ? TokenForm::kPanels : TokenForm::kStrips;
 }
 
@@ -76,7 +79,7 @@ template <class Kernel>
 constexpr bool in_rows(TokenForm form) {
   if constexpr (!PanelsOfTokens<Kernel>) return true;
   if constexpr (!MultipliesStrips<Kernel>) return false;
-  return form != TokenForm::kPanels;
+  return form != TokenForm::kPanels && form != TokenForm::kFewPanels;
 }
 
 // Elements that one token takes in an operand of K = k.

@@ -40,7 +40,7 @@ struct InPlaceTiles {
 
   // 6 rows x 16 columns: 12 accumulators, 2 registers of B, 1 broadcast of the 16 ymm. Of few rows more columns, see
   // arch/avx512/in_place.hpp.
-  static constexpr index_t kRows = 6;
+  static constexpr index_t kLeastRows = 1, kRows = 6, kSteps = kBlockSteps;
   template <int Rows, class S, class Ahead>
   AMX_SFT_MOE_TARGET_AVX2 static void block(const float* from, index_t from_stride, const S* const* b,
                                             index_t steps, index_t cols, const SumRows& c, BlockEnds /*ends*/,

@@ -63,7 +63,7 @@ struct InPlaceTiles {
   // 12 rows x 32 columns: 24 accumulators, 2 registers of B, 1 broadcast of the 32 zmm. Of few rows more columns: a broadcast
   // serves more products, and their chains hide one another's latency (of 3 rows one of 24 sums is in memory then, at the same
   // rate). A's block is copied: a row's place is part of an instruction then, and its lines are adjacent.
-  static constexpr index_t kRows = 12;
+  static constexpr index_t kLeastRows = 1, kRows = 12, kSteps = kBlockSteps;
   template <int Rows, class S, class Ahead>
   AMX_SFT_MOE_TARGET_AVX512 static void block(const float* from, index_t from_stride, const S* const* b,
                                               index_t steps, index_t cols, const SumRows& c, BlockEnds ends,

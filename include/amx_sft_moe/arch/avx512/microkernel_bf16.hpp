@@ -4,7 +4,7 @@
 #include <cstring>
 
 #include "amx_sft_moe/arch/avx512/finish.hpp"
-#include "amx_sft_moe/arch/avx512/in_place_bf16.hpp"
+#include "amx_sft_moe/arch/avx512/pair_blocks.hpp"
 #include "amx_sft_moe/arch/avx512/strip_ahead.hpp"
 #include "amx_sft_moe/arch/avx512/token_lanes.hpp"
 
@@ -13,12 +13,13 @@ namespace arch {
 
 // 6 rows x 64 columns: 24 accumulators, 4 registers of B, 1 broadcast of the 32 zmm. Each loaded line of B serves 6
 // products, each broadcast 4. Latency times rate is 8 to 12: 12 accumulators would do.
-// gemm_nt has tokens along the lanes; with up to 14 of them that is mostly no faster than dot products of 4 rows x 6
+// gemm_nt has tokens along the lanes; with up to 12 of them that is mostly no faster than dot products of 4 rows x 6
 // tokens, 24 accumulators, 4 registers of W, 1 of x, for which no lane is left over.
-struct Avx512Bf16Microkernel : StripTiles<Avx512Bf16Microkernel, bf16, bf16, 6, 4, 64, 4>,
-                               avx512::MakesStrips<bf16>,
-                               InPlaceSums<avx512::InPlacePairTiles, 12>,
-                               InPlaceDots<avx512::InPlacePairTiles, 14, 14, 4, 6> {
+struct Avx512Bf16Microkernel
+    : StripTiles<Avx512Bf16Microkernel, bf16, bf16, 6, 4, 64, 4>,
+      avx512::MakesStrips<bf16>,
+      InPlaceSums<avx512::InPlacePairTiles, 12, InPlaceBlocks<avx512::PairBlockTiles, 16>>,
+      InPlaceDots<avx512::InPlacePairTiles, 12, 12, 4, 6> {
   static_assert(kBlock == kStripCols);  // a strip is one block, for what packs it
   using RowsAhead = avx512::RowsAhead;
   using TokenLanes = avx512::TokenLanes;

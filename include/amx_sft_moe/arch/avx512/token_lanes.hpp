@@ -67,6 +67,17 @@ class LaneSums {
     }
   }
 
+  // += another chain's.
+  AMX_SFT_MOE_INLINE AMX_SFT_MOE_TARGET_AVX512_BF16 void add(const LaneSums& other) {
+    AMX_SFT_MOE_UNROLL
+    for (int r = 0; r < Rows; ++r) {
+      AMX_SFT_MOE_UNROLL
+      for (int p = 0; p < kWhole; ++p) whole_[r][p] = _mm512_add_ps(whole_[r][p], other.whole_[r][p]);
+    }
+    AMX_SFT_MOE_UNROLL
+    for (int i = 0; i < kParts; ++i) part_[i] = _mm512_add_ps(part_[i], other.part_[i]);
+  }
+
   // += a pair of each row x a step of the panels.
   AMX_SFT_MOE_INLINE AMX_SFT_MOE_TARGET_AVX512_BF16 void add(const bf16* a, index_t a_stride, const bf16* b,
                                                              index_t panel_stride) {
@@ -152,14 +163,23 @@ struct TokenLanes {
   // kStripTokens, half as many again).
   static constexpr index_t kMaxRows = 32, kMaxCols = 192;
 
-  static constexpr BlockPlan plan(index_t rows, index_t cols) {
-    return uniform_plan(rows, cols, kMaxRows, round_up(ceil_div(cols, ceil_div(cols, kMaxCols)), kPanelCols));
+  // Whether sums of an expert with so many tokens are two chains, of even and of odd steps: tiles of one panel, or of one and half
+  // of another, have too few accumulators for one, in which each product waits for the one before (benchmarks/LOG.md, "Two
+  // chains"). Not a task's tokens: each of them must choose alike.
+  static constexpr bool two_chains(index_t all_tokens) { return all_tokens <= 24; }
+
+  // A block's pattern is how many chains its sums are.
+  static constexpr BlockPlan plan(index_t rows, index_t cols, int chains) {
+    const index_t wide = round_up(ceil_div(cols, ceil_div(cols, kMaxCols)), kPanelCols);
+    BlockPlan plan;
+    plan.add({0, rows, kMaxRows, 0, cols, wide, chains});
+    return plan;
   }
 
   // C [rows, cols] += the sum of the segments, or = it where C is fresh; zeros where there are none. Few steps along K, such as
   // LoRA's, go with the segment before them: C would pass through registers for them alone.
   template <class Session>
-  static void block(Session& /*session*/, int /*pattern*/, const Segments<bf16>& segments, index_t rows,
+  static void block(Session& /*session*/, int chains, const Segments<bf16>& segments, index_t rows,
                     index_t cols, const SumRows& to) {
     SumRows c = to;
     for (int s = 0, next = 0; s < segments.count; s = next) {
@@ -175,7 +195,8 @@ struct TokenLanes {
           for (int few = s + 1; few < next; ++few) together.add(segments.at[few]);
         }
         const index_t here = together.at[0].k;
-        multiply(together, rows, cols, c, ahead_of(segment, k, here, rows), pages_of(segment, k, here, rows));
+        multiply(together, rows, cols, c, chains, ahead_of(segment, k, here, rows),
+                 pages_of(segment, k, here, rows));
       }
     }
     if (!c.fresh) return;
@@ -228,7 +249,7 @@ struct TokenLanes {
     });
   }
 
-  static void multiply(const Segments<bf16>& together, index_t rows, index_t cols, const SumRows& c,
+  static void multiply(const Segments<bf16>& together, index_t rows, index_t cols, const SumRows& c, int chains,
                        LeadingPrefetch ahead, PagesAhead pages) {
     const index_t panels = ceil_div(cols, kPanelCols);
     index_t tiles = 0, turns = 0;
@@ -239,17 +260,18 @@ struct TokenLanes {
     for_each_tile(rows, panels, [&](index_t i, index_t height, index_t p, index_t wide) {
       if (p == 0) pages.before(i + lead);
       const index_t last = std::min(cols - (p + wide - 1) * kPanelCols, kPanelCols);
-      tile_of(height, wide, last)(together, i, p, c.from(i, p * kPanelCols), ahead);
+      tile_of(height, wide, last, chains)(together, i, p, c.from(i, p * kPanelCols), ahead);
     });
   }
 
-  static constexpr index_t kStepsATurn = 4;
+  // An even number, for chains to take turns. With 4 a product of two chains had 0.9 of the rate.
+  static constexpr index_t kStepsATurn = 8;
 
   // C [Rows, 16 Panels] += rows from i on x panels from p on, of the last of which Last columns, of all segments.
-  template <int Rows, int Panels, int Last>
+  template <int Rows, int Panels, int Last, int Chains = 1>
   AMX_SFT_MOE_TARGET_AVX512_BF16 static void tile(const Segments<bf16>& together, index_t i, index_t p,
                                                   const SumRows& c, LeadingPrefetch& ahead) {
-    LaneSums<Rows, Panels, Last> sums;
+    LaneSums<Rows, Panels, Last> sums, odd{};
     sums.load(c);
     for (int s = 0; s < together.count; ++s) {
       const Segment<bf16>& segment = together.at[s];
@@ -257,21 +279,34 @@ struct TokenLanes {
       const bf16* a = segment.a + i * a_stride;
       const bf16* const a_end = a + segment.k;
       const bf16* b = segment.b + p * panel_stride;
+      const auto step = [&](LaneSums<Rows, Panels, Last>& to) AMX_SFT_MOE_TARGET_AVX512_BF16 {
+        AMX_SFT_MOE_HIDE_ADDRESS(a);
+        to.add(a, a_stride, b, panel_stride);
+        a += kKUnit;
+        b += kKUnit * kPanelCols;
+      };
       while (a < a_end) {
         ahead.turn();
         const bf16* const end = std::min(a + kStepsATurn * kKUnit, a_end);
-        for (; a < end; a += kKUnit, b += kKUnit * kPanelCols) {
-          AMX_SFT_MOE_HIDE_ADDRESS(a);
-          sums.add(a, a_stride, b, panel_stride);
+        if constexpr (Chains == 2) {
+          while (a + kKUnit < end) {
+            step(sums);
+            step(odd);
+          }
         }
+        while (a < end) step(sums);
       }
     }
+    if constexpr (Chains == 2) sums.add(odd);
     sums.store(c);
   }
 
   using Tile = void (*)(const Segments<bf16>&, index_t, index_t, const SumRows&, LeadingPrefetch&);
+  static Tile tile_of(index_t rows, index_t panels, index_t last, int chains) {
+    return chains == 2 ? tile_of_two_chains(rows, panels, last) : tile_of_one_chain(rows, panels, last);
+  }
   // Few columns of the last panel have tiles of their own where rows are as many as they mostly are.
-  static Tile tile_of(index_t rows, index_t panels, index_t last) {
+  static Tile tile_of_one_chain(index_t rows, index_t panels, index_t last) {
     if (panels > 1 && last <= 12 && rows == rows_of(panels)) {
       constexpr Tile kFew[][3] = {{&tile<kRows, 2, 4>, &tile<kRows, 3, 4>, &tile<kRowsOfFour, 4, 4>},
                                   {&tile<kRows, 2, 8>, &tile<kRows, 3, 8>, &tile<kRowsOfFour, 4, 8>},
@@ -282,6 +317,13 @@ struct TokenLanes {
       constexpr Tile kTiles[] = {&tile<N % kRows + 1, N / kRows + 1, 16>...};
       return kTiles[n];
     }((panels - 1) * kRows + rows - 1, std::make_integer_sequence<int, kMostPanels * kRows + kRowsOfFour>{});
+  }
+  static Tile tile_of_two_chains(index_t rows, index_t panels, index_t last) {
+    if (panels == 2 && rows == kRows) return last <= 4 ? &tile<kRows, 2, 4, 2> : &tile<kRows, 2, 8, 2>;
+    return []<int... N>(index_t n, std::integer_sequence<int, N...>) {
+      constexpr Tile kTiles[] = {&tile<N % kRows + 1, N / kRows + 1, 16, 2>...};
+      return kTiles[n];
+    }((panels - 1) * kRows + rows - 1, std::make_integer_sequence<int, 2 * kRows - 1>{});
   }
 };
 

@@ -1,0 +1,112 @@
+// Register tiles of bf16 products of gemm_nn whose C stays in registers for a block of B's rows: arch/in_place_blocks.hpp.
+#pragma once
+
+#include "amx_sft_moe/arch/avx512/in_place_bf16.hpp"
+#include "amx_sft_moe/arch/in_place_blocks.hpp"
+
+AMX_SFT_MOE_NAMESPACE_BEGIN
+namespace arch::avx512 {
+
+// Two tiles of up to 8 rows x 32 columns: 16 accumulators each, which hide the latency of a product, 2 registers of pairs, 1
+// broadcast of the 32 zmm. The first keeps the pairs that it makes of two rows of B for the second: B's lines, which lie 4 KiB
+// apart or more, come from L2 once.
+struct PairBlockTiles {
+  using Element = bf16;
+  static constexpr index_t kLeastRows = 13, kRows = 16;
+  static constexpr index_t kSteps = 64;  // of a block; the pairs that are kept take 4 KiB
+  static constexpr index_t most_cols(index_t rows) { return kPairBlockSums / rows; }
+
+  template <int Rows, class S, class Ahead>
+  AMX_SFT_MOE_TARGET_AVX512_BF16 static void block(const bf16* from, index_t from_stride, const S* const* b,
+                                                   index_t steps, index_t cols, const SumRows& c,
+                                                   BlockEnds /*ends*/, Ahead& ahead) {
+    constexpr int kFirst = (Rows + 1) / 2;
+    alignas(kLineBytes) std::int32_t a[std::size_t{Rows}][kPairs];
+    copy_block(from, from_stride, steps, a);
+    alignas(kLineBytes) __m512i kept[2 * kPairs];
+    Ahead asked = ahead;
+    for (index_t j = 0; j < cols; j += kLine) {
+      const SumRows to = c.from(0, j);
+      if (cols - j >= kLine) {
+        first_tile<kFirst, true>(a, b, steps, j, kLine, to, kept, asked);
+      } else {
+        first_tile<kFirst, false>(a, b, steps, j, cols - j, to, kept, asked);
+      }
+      second_tile<Rows - kFirst, S>(a + kFirst, steps, kept, to.from(kFirst, 0), asked);
+    }
+    ahead = asked;
+  }
+
+ private:
+  static constexpr std::size_t kPairs = std::size_t{kSteps} / 2;
+
+  template <std::size_t Rows>
+  AMX_SFT_MOE_INLINE AMX_SFT_MOE_TARGET_AVX512_BF16 static void copy_block(const bf16* from, index_t stride,
+                                                                           index_t steps,
+                                                                           std::int32_t (&a)[Rows][kPairs]) {
+    static_assert(kSteps == 2 * kLine);
+    const __mmask32 low = mask32(steps), high = mask32(steps > kLine ? steps - kLine : 0);
+    const index_t second = steps > kLine ? kLine : 0;  // no address behind the end of what is there
+    for (std::size_t r = 0; r < Rows; ++r) {
+      const bf16* row = from + static_cast<index_t>(r) * stride;
+      _mm512_storeu_si512(a[r], _mm512_maskz_loadu_epi16(low, row));
+      _mm512_storeu_si512(a[r] + kPairs / 2, _mm512_maskz_loadu_epi16(high, row + second));
+    }
+  }
+
+  // Of memory that is asked for a line with each line that is read: half of what two rows of S have.
+  template <class S, class Ahead>
+  AMX_SFT_MOE_INLINE static void ask_half(Ahead& ahead) {
+    AMX_SFT_MOE_UNROLL
+    for (index_t bytes = 0; bytes < kLine * index_t{sizeof(S)}; bytes += kLineBytes) ahead.turn();
+  }
+
+  // C [Rows, 32] += a x columns [j, j + n) of rows of B, whose pairs are kept.
+  template <int Rows, bool Whole, class S, class Ahead>
+  AMX_SFT_MOE_INLINE AMX_SFT_MOE_TARGET_AVX512_BF16 static void first_tile(const std::int32_t (*a)[kPairs],
+                                                                           const S* const* b, index_t steps,
+                                                                           index_t j, index_t n,
+                                                                           const SumRows& c, __m512i* kept,
+                                                                           Ahead& ahead) {
+    __m512 sum[std::size_t{Rows}][2];
+    load_sums(c, sum);
+    for (index_t k = 0; k < steps; k += 2) {
+      ask_half<S>(ahead);
+      __m512bh line[2];
+      pair_rows<Whole>(line, b[k], b[k + 1], true, j, n);
+      kept[k] = reinterpret_cast<__m512i>(line[0]);
+      kept[k + 1] = reinterpret_cast<__m512i>(line[1]);
+      add_pair(a, k / 2, line, sum);
+    }
+    store_sums(sum, c);
+  }
+  // The same of the rows behind them, from what was kept.
+  template <int Rows, class S, class Ahead>
+  AMX_SFT_MOE_INLINE AMX_SFT_MOE_TARGET_AVX512_BF16 static void second_tile(const std::int32_t (*a)[kPairs],
+                                                                            index_t steps, const __m512i* kept,
+                                                                            const SumRows& c, Ahead& ahead) {
+    __m512 sum[std::size_t{Rows}][2];
+    load_sums(c, sum);
+    for (index_t k = 0; k < steps; k += 2) {
+      ask_half<S>(ahead);
+      const __m512bh line[2] = {reinterpret_cast<__m512bh>(kept[k]), reinterpret_cast<__m512bh>(kept[k + 1])};
+      add_pair(a, k / 2, line, sum);
+    }
+    store_sums(sum, c);
+  }
+
+  template <std::size_t Rows>
+  AMX_SFT_MOE_INLINE AMX_SFT_MOE_TARGET_AVX512_BF16 static void add_pair(const std::int32_t (*a)[kPairs],
+                                                                         index_t d, const __m512bh (&line)[2],
+                                                                         __m512 (&sum)[Rows][2]) {
+    AMX_SFT_MOE_UNROLL
+    for (std::size_t r = 0; r < Rows; ++r) {
+      const __m512bh pair = broadcast_pair(a[r][d]);
+      sum[r][0] = _mm512_dpbf16_ps(sum[r][0], pair, line[0]);
+      sum[r][1] = _mm512_dpbf16_ps(sum[r][1], pair, line[1]);
+    }
+  }
+};
+
+}  // namespace arch::avx512
+AMX_SFT_MOE_NAMESPACE_END
