@@ -27,7 +27,7 @@ TOKEN_REGIONS = ("sum_tokens", "grad_sum_tokens")  # their tasks are tokens, not
 # microkernels; of avx512 and avx2 where K is up to 4096, else 16). Kernels not named here know one way.
 # gemm_nn and gemm_tn choose by a task's own rows, which is what was measured.
 NT_REGIONS = ("gather", "gate_up", "down")
-IN_PLACE_ROWS = {"avx512": 32, "avx512_bf16": 14, "avx2": 24}
+IN_PLACE_ROWS = {"avx512": 32, "avx512_bf16": 12, "avx2": 24}
 LORA_A_DOWN = -1  # kind of what the last task of a group of gate_up goes on with
 
 

@@ -48,7 +48,9 @@ class GemmTokens : public testing::Test {
   }
   // The first `tokens` of x W^T, of K = in and of K = second.
   std::vector<float> product_of_two(index_t in, index_t second, index_t tokens) {
-    const MatrixView<const W> weights{weights_.data(), kTermOuts, in, kMostIn};
+    return product_of_two(MatrixView<const W>{weights_.data(), kTermOuts, in, kMostIn}, in, second, tokens);
+  }
+  std::vector<float> product_of_two(const gemm::AnyRows& weights, index_t in, index_t second, index_t tokens) {
     const gemm::TokenForm form = gemm::token_form<Kernel>(tokens);
     AlignedBuffer<E> packed, more;
     return sum<2>({{{weights, in, operand(packed, in, 0, tokens, form)},
@@ -275,18 +277,26 @@ TYPED_TEST(GemmTokens, PartsOfDeepPanelsHaveTheBitsOfTheWhole) {
   EXPECT_EQ(0, std::memcmp(some.data(), all.data() + 160 * 40, some.size() * sizeof(float)));
 }
 
-// W^T in memory.
+// W^T in memory: the same bits, whatever of a weight is used where it lies.
 TYPED_TEST(GemmTokens, WeightsMayBeStrided) {
   using Weight = typename TypeParam::Weight;
-  constexpr index_t kIn = 608;
-  AlignedBuffer<Weight> transposed(kIn * kOut);
-  for (index_t o = 0; o < kOut; ++o) {
-    for (index_t k = 0; k < kIn; ++k) transposed[k * kOut + o] = this->weights_[o * this->kMostIn + k];
+  this->make_sums_round();
+  constexpr index_t kIn = 608, kOuts = this->kTermOuts;
+  AlignedBuffer<Weight> transposed(kIn * kOuts);
+  for (index_t o = 0; o < kOuts; ++o) {
+    for (index_t k = 0; k < kIn; ++k) transposed[k * kOuts + o] = this->weights_[o * this->kMostIn + k];
   }
-  const arch::RowSource<Weight> weights{transposed.data(), 1, kOut, nullptr};
-  for (const index_t tokens : {1, 13, 70}) {
-    const std::vector<float> y = this->product(weights, kIn, 0, tokens, tokens);
-    EXPECT_EQ(this->product(kIn, 0, tokens, tokens), y) << tokens << " tokens";
+  const arch::RowSource<Weight> weights{transposed.data(), 1, kOuts, nullptr};
+  for (const index_t tokens : {1, 13, 17, 24, 70}) {
+    for (const index_t in : {608, 531, 529}) {
+      EXPECT_EQ(this->product(in, 0, tokens, tokens, kOuts),
+                this->product(weights, in, 0, tokens, tokens, kOuts))
+          << tokens << " tokens, K = " << in;
+      for (const index_t second : {63, 7, 65}) {
+        EXPECT_EQ(this->product_of_two(in, second, tokens), this->product_of_two(weights, in, second, tokens))
+            << tokens << " tokens, K = " << in << ", " << second;
+      }
+    }
   }
 }
 

@@ -51,6 +51,13 @@ class InPlace : public testing::Test {
   // Elements of a row of x: whole pairs, of products of single elements nothing behind them.
   static index_t stride_of_x(index_t k) { return round_up(k, arch::kPairing<E>); }
 
+  static constexpr bool in_blocks(index_t rows) {
+    if constexpr (gemm::BlocksOfRows<Kernel>) {
+      return rows >= Micro::RowBlocks::kLeastRows && Micro::RowBlocks::in_place(64, rows);
+    }
+    return false;
+  }
+
   static double product(const E* x, const W* w, index_t w_step, index_t k) {
     double sum = 0;
     for (index_t i = 0; i < k; ++i) sum += static_cast<double>(to_float(x[i])) * to_float(w[i * w_step]);
@@ -63,7 +70,7 @@ class InPlace : public testing::Test {
     const sft_test::GuardedMemory memory(static_cast<std::size_t>(k * cols) * sizeof(W), sft_test::Edge::kEnd);
     const W* b = weights(memory, k * cols);
     for (index_t rows = 0; rows <= 37; rows += rows == 19 ? 17 : 1) {
-      if (!Micro::in_place(k, rows)) continue;
+      if (!Micro::in_place(k, rows) && !in_blocks(rows)) continue;
       const sft_test::GuardedMemory memory_of_a = memory_of_x(rows * stride);
       const E* a = rows_of_x(memory_of_a, rows, k, stride);
       for (const bool in_order : {false, true}) {
@@ -79,7 +86,13 @@ class InPlace : public testing::Test {
           for (index_t r = 0; r < (fresh ? 0 : rows); ++r)
             for (index_t j = 0; j < cols; ++j) sum_of(r, j) = static_cast<float>(before(r, j));
           const arch::RowSource<W> source{b, cols, 1, nullptr};
-          Micro::multiply_in_place(a, stride, rows, source, k, cols, {c.data(), c_stride, fresh}, in_order);
+          const arch::SumRows sums{c.data(), c_stride, fresh};
+          if constexpr (gemm::BlocksOfRows<Kernel>) {
+            if (in_blocks(rows)) {
+              Micro::RowBlocks::multiply_in_place(a, stride, rows, source, k, cols, sums, in_order);
+            }
+          }
+          if (!in_blocks(rows)) Micro::multiply_in_place(a, stride, rows, source, k, cols, sums, in_order);
           for (index_t r = 0; r < rows; ++r) {
             for (index_t j = 0; j < cols; ++j) {
               ASSERT_EQ(before(r, j) + product(a + r * stride, b + j, cols, k), sum_of(r, j))
@@ -135,7 +148,9 @@ TYPED_TEST(InPlace, BothOrdersAreExactForRowsOfPages) {
 }
 
 TYPED_TEST(InPlace, BothOrdersAreExactForRowsLongerThanABlocks) {
-  this->sums_are_exact(19, arch::kBlockRowBytes / index_t{sizeof(typename TypeParam::Weight)} + 33);
+  for (const index_t k : {19, 57}) {
+    this->sums_are_exact(k, arch::kBlockRowBytes / index_t{sizeof(typename TypeParam::Weight)} + 33);
+  }
 }
 
 TYPED_TEST(InPlace, BothOrdersOfDotProductsAreExact) {

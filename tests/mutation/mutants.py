@@ -129,7 +129,7 @@ _LEFT_OUT = re.compile(
     # Whether a result is left in the caches: where it may be, and that others see it in time.
     r"|past_caches|_mm_sfence|kCols % kLineElements|read_soon"
     # Sizes of blocks again: plans of one class.
-    r"|uniform_plan|plan\.add\(\{0, rows, row_step"
+    r"|uniform_plan|plan\.add\(\{0, rows, (row_step|kMaxRows)|columns_of_part|most_cols|most_steps|\bask_half"
     # Tasks that are still begun after one has failed: its error is thrown all the same.
     r"|\braised_"
     # Whether this machine has a kernel: else its tests are skipped.

@@ -1,7 +1,7 @@
 // Sizes and distances within products, with what they follow from: the caches of a core, and how many lines it asks
 // memory for at a time. Those of tasks and panels are gemm/blocking.hpp's. Compiled in, as L1 is 32 or 48 KiB in all CPUs
 // with AVX2 or more; L2, which differs more, is asked for at run time there. They change speed, never bits, but for
-// kLongDot, kShortDot, kLanesBytes and rows_of_stream(), which are the same on every machine.
+// kLongDot, kShortDot, kAheadDepth, kLanesBytes and rows_of_stream(), which are the same on every machine.
 #pragma once
 
 #include "amx_sft_moe/core/element.hpp"
@@ -60,8 +60,8 @@ inline constexpr index_t kLanesBytes = index_t{512} << 10;
 // core waits for some ten to sixteen lines at a time on their way to L1, for 48 on their way to L2. Then near, into L1.
 // gemm_nn: rows of B, far ahead the next block and a bit. gemm_nt: bytes along a row of W, far ahead the rows that come
 // next, in order and a bit, or side by side (FarRows). Where the CPU follows rows by itself (asks_in_order()) gemm_nn asks
-// near only, whatever rows of A there are. That of fp32 is asked for once, in order and into L2 in gemm_nn
-// (in_place_blocks.hpp), and by blocks in gemm_nt where the CPU follows rows, or tokens are many (dot_blocks.hpp).
+// near only, whatever rows of A there are. Blocks of B's rows (in_place_blocks.hpp) are asked for once, in order and into L2,
+// and W of fp32 by blocks in gemm_nt where the CPU follows rows, or tokens are many (dot_blocks.hpp).
 inline constexpr index_t kFarRows = 8;
 inline constexpr index_t kFarBytes = 4096;
 inline constexpr index_t kNearRows = 4;
@@ -78,8 +78,8 @@ inline constexpr index_t kSumsBytes = index_t{24} << 10;
 inline constexpr index_t kBlockSteps = 32, kFirstBlockSteps = 8, kBlockStepsOfARow = 4;
 inline constexpr index_t kBlockBytes = index_t{256} << 10;
 inline constexpr index_t kBlockRowBytes = index_t{16} << 10;
-// Of pairs of rows (arch/avx512/pair_blocks.hpp), which meet 13 to 16 rows of A: sums of as many columns at most, a quarter of 1
-// MiB of L2, pass through registers with each block (benchmarks/LOG.md, "Pairs that are kept").
+// Of pairs of rows (arch/avx512/pair_blocks.hpp), which meet 13 to 16 rows of A: sums of about as many columns at most, a quarter of
+// 1 MiB of L2, pass through registers with each block (benchmarks/LOG.md, "Pairs that are kept").
 inline constexpr index_t kPairBlockSums = index_t{64} << 10;
 // Blocks of W's rows whose dot products have K in parts (arch/dot_blocks.hpp): rows and bytes at most, two blocks and x beside
 // them in 1 MiB of L2; bytes of the x of a part, where all of it takes more than kSumsBytes. And tokens up to which CPUs that

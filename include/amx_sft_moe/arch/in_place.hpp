@@ -1,6 +1,6 @@
 // Products for few rows of A, or few steps along K, that read B where it lies: making a strip would cost as much as its
 // products. How those of gemm_nn and gemm_tn are cut into register tiles; the tiles are the microkernels'. Sums in fp32 have a
-// way of their own, in_place_blocks.hpp; gemm_nt's are in in_place_dots.hpp.
+// way of their own, in_place_blocks.hpp, and so have those of gemm_nn with a few rows more; gemm_nt's are in in_place_dots.hpp.
 #pragma once
 
 #include <algorithm>
@@ -54,15 +54,11 @@ struct InPlaceSteps {
 //   template <std::size_t D, class S>  // b: of the rows of B, the last null where K is odd
 //   static void add_few_steps(const Element* a, index_t a_stride, index_t rows, const S* const* b, index_t cols,
 //                             const SumRows& c);
-// Blocks, if any, has more rows (arch/in_place_blocks.hpp).
-template <class Tiles, int MostRows, class Blocks = void>
+template <class Tiles, int MostRows>
 struct InPlaceSums {
   using A = typename Tiles::Element;
   // Whether B is read in place: for few rows of A, or few steps along K.
   static constexpr bool in_place(index_t k, index_t rows) {
-    if constexpr (!std::is_void_v<Blocks>) {
-      if (Blocks::in_place(k, rows)) return true;
-    }
     return rows <= MostRows || k <= kFewSteps || held(k, rows);
   }
 
@@ -73,9 +69,6 @@ struct InPlaceSums {
   static void multiply_in_place(const A* a, index_t a_stride, index_t rows, const RowSource<S>& b, index_t k,
                                 index_t cols, const SumRows& c, bool in_order = asks_in_order()) {
     if (k <= kFewSteps || held(k, rows)) return multiply_held(a, a_stride, rows, b, k, cols, c);
-    if constexpr (!std::is_void_v<Blocks>) {
-      if (rows > MostRows) return Blocks::multiply_in_place(a, a_stride, rows, b, k, cols, c, in_order);
-    }
     constexpr index_t kSize = sizeof(S);
     const index_t lead = kFarRows + ceil_div(kFarBytes, cols * kSize);
     const bool far = lead < k && in_order;

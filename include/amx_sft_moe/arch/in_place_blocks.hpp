@@ -9,6 +9,7 @@
 #include <bit>
 #include <cstddef>
 #include <cstdint>
+#include <type_traits>
 #include <utility>
 
 #include "amx_sft_moe/arch/blocking.hpp"
@@ -71,6 +72,7 @@ struct BlockEnds {
 template <class Tiles, int MostRows>
 struct InPlaceBlocks {
   using A = typename Tiles::Element;
+  static constexpr index_t kLeastRows = Tiles::kLeastRows;  // fewer are not asked for
   // Whether B is read in place: for few rows of A, or few steps along K.
   static constexpr bool in_place(index_t k, index_t rows) { return rows <= MostRows || k <= kFewSteps; }
 
@@ -110,7 +112,7 @@ struct InPlaceBlocks {
   }
 
   static constexpr index_t most_steps(index_t rows, bool in_order) {
-    if (!in_order || rows >= Tiles::kSteps / kBlockStepsOfARow) return Tiles::kSteps;
+    if (!in_order || rows >= kBlockSteps / kBlockStepsOfARow) return Tiles::kSteps;
     return kBlockStepsOfARow * static_cast<index_t>(std::bit_floor(static_cast<std::size_t>(rows)));
   }
 
@@ -139,9 +141,9 @@ struct InPlaceBlocks {
   template <class S, class Asked>
   static Block<S, Asked> block_of(index_t rows, const Asked&) {
     return []<int... Less>(index_t n, std::integer_sequence<int, Less...>) {
-      constexpr Block<S, Asked> kOf[] = {&Tiles::template block<Less + int{Tiles::kLeastRows}, S, Asked>...};
+      constexpr Block<S, Asked> kOf[] = {&Tiles::template block<Less + int{kLeastRows}, S, Asked>...};
       return kOf[n];
-    }(rows - Tiles::kLeastRows, std::make_integer_sequence<int, int{kRows - Tiles::kLeastRows + 1}>{});
+    }(rows - kLeastRows, std::make_integer_sequence<int, int{kRows - kLeastRows + 1}>{});
   }
 };
 

@@ -185,7 +185,12 @@ struct Blocking {
  private:
   template <class Kernel>
   static constexpr bool whole_rows(index_t k, index_t rows) {
-    if constexpr (SumsInPlace<Kernel>) return k >= kManyRows && Kernel::Microkernel::in_place(k, rows);
+    using Micro = typename Kernel::Microkernel;
+    if (k < kManyRows) return false;
+    if constexpr (BlocksOfRows<Kernel>) {
+      if (Micro::RowBlocks::in_place(k, rows)) return true;
+    }
+    if constexpr (SumsInPlace<Kernel>) return Micro::in_place(k, rows);
     return false;
   }
 

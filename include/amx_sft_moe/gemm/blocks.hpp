@@ -7,7 +7,7 @@
 //         epilogue: the caller's                                                           (while C is in L1)
 //
 // Where K is split, C is the accumulators' own fp32, loaded and gone on with: a result depends neither on block sizes nor
-// on threads.
+// on threads (of two chains of sums on parts of K, which follow from the tokens and K: arch/avx512/token_lanes.hpp).
 #pragma once
 
 #include <algorithm>
@@ -72,7 +72,8 @@ class RowGroup {
   }
   void restart() { used_ = 0; }
 
-  // Appends the segments of `term` for the rows [row, row + rows) of those up to row_end.
+  // Appends the segments of `term` for the rows [row, row + rows) of those up to row_end: what is used where it lies, and what is
+  // not, in a copy.
   void append(const Term<E>& term, index_t row, index_t rows, index_t row_end, arch::Segments<E>& segments) {
     const AnyRows a = term.a.from(row, 0);
     const E* direct = a.template direct<E>();
@@ -89,7 +90,12 @@ class RowGroup {
     a.from(0, begin).visit([&](const auto& source) {
       Kernel::Rows::template stage<E>(source, rows, tail, padded, staged, stride);
     });
-    segments.add({staged, stride, term.b.data + begin * arch::kPanelCols, term.b.panel_stride, padded});
+    const arch::Segment<E> copy{staged, stride, term.b.data + begin * arch::kPanelCols, term.b.panel_stride,
+                                padded};
+    const index_t whole = tail / k_tile_ * k_tile_;
+    if (!cuts_copies() || whole == padded) return segments.add(copy);
+    segments.add(copy.steps(0, whole));
+    segments.add(copy.steps(whole, padded - whole));
   }
 
  private:
@@ -97,6 +103,11 @@ class RowGroup {
   index_t in_place(const Term<E>& term) const {
     if (term.a.template direct<E>() == nullptr) return 0;
     return k_in_place<Micro>(term.k, term.a.row_stride(), k_tile_);
+  }
+  // Whether copies are segments like those that lie: where sums are chains that begin with each segment, so that no bit depends on
+  // how A is stored.
+  static constexpr bool cuts_copies() {
+    return requires { Micro::two_chains(1); };
   }
   static constexpr index_t staged_stride(index_t padded) {
     if constexpr (requires { Micro::kDenseRows; }) return padded;

@@ -124,7 +124,7 @@ Block product_of_strips(ThreadContext<Kernel>& thread, index_t rows, index_t col
   const index_t stride = strips_stride(cols);
   float* c = thread.scratch.c_blocks.template as<float>(rows * stride);
   sum_terms<NnTerm>(terms, rows, {c, stride, true}, [&](const NnTerm& term, const arch::SumRows& sums) {
-    multiply_rows<Kernel>(thread.scratch, term.a, rows, term.b, term.k, cols, sums);
+    multiply_rows<Kernel>(thread.scratch, term, rows, cols, sums);
   });
   return {0, rows, 0, cols, c, stride};
 }
@@ -309,7 +309,7 @@ void gemm_tn(ThreadContext<Kernel>& thread, index_t rows, const std::array<Facto
   }
   if constexpr (MultipliesStrips<Kernel>) {
     std::array<NnTerm, Factors> terms;
-    for (std::size_t f = 0; f < Factors; ++f) terms[f] = {transposed[f], b.rows, b.tokens};
+    for (std::size_t f = 0; f < Factors; ++f) terms[f] = {transposed[f], b.rows, b.tokens, true};
     epilogue(product_of_strips(thread, rows, b.cols, terms));
   } else {
     std::array<Term<E>, Factors> terms;

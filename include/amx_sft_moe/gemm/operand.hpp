@@ -83,6 +83,7 @@ struct NnTerm {
   AnyRows a;
   AnyRows b;
   index_t k = 0;
+  bool cached = false;  // B is what was just written or read, such as tokens: memory is not waited for
 };
 
 // Fresh rows of C as the sum of `terms`: add(term, C) each that has products; zeros where none has.

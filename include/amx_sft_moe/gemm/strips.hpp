@@ -61,6 +61,17 @@ void with_adjacent_rows(Scratch& scratch, const AnyRows& b, index_t rows, index_
   std::forward<F>(f)(arch::RowSource<E>{staged, cols, 1, nullptr});
 }
 
+// The same with a copy in the type that is there: dot products of each type have an order of sums of their own.
+template <class Kernel, class F>
+void with_adjacent_rows_as_stored(Scratch& scratch, const AnyRows& b, index_t rows, index_t cols, F&& f) {
+  b.visit([&]<class S>(const arch::RowSource<S>& source) {
+    if (source.col_stride == 1) return f(source);
+    S* staged = scratch.b_rows.template as<S>(rows * cols);
+    Kernel::Rows::template stage<S>(source, rows, cols, cols, staged, cols);
+    f(arch::RowSource<S>{staged, cols, 1, nullptr});
+  });
+}
+
 // Where element [row, col] lies, or would: see arch::BytesAhead.
 template <class S>
 std::uintptr_t place(const arch::RowSource<S>& source, index_t row, index_t col) {
@@ -253,19 +264,29 @@ void multiply_rows_by_blocks(Scratch& scratch, const AnyRows& a, index_t rows, c
   }
 }
 
-// C [rows, cols] += A [rows, k] x B [k, cols].
+// C [rows, cols] += A [rows, k] x B [k, cols], B where it lies: Products::multiply_in_place().
+template <class Kernel, class Products>
+void multiply_rows_in_place(Scratch& scratch, const NnTerm& term, index_t rows, index_t cols,
+                            const arch::SumRows& c) {
+  constexpr index_t kUnit = arch::kPairing<typename Kernel::Compute>;
+  const auto a = adjacent_rows<Kernel>(scratch.a_rows, term.a, rows, term.k, kUnit);
+  with_adjacent_rows<Kernel>(scratch, term.b, term.k, cols, [&](const auto& b) {
+    Products::multiply_in_place(a.data, a.row_stride, rows, b, term.k, cols, c);
+  });
+}
+
+// C [rows, cols] += the term's A [rows, k] x B [k, cols].
 template <class Kernel>
-void multiply_rows(Scratch& scratch, const AnyRows& a, index_t rows, const AnyRows& b, index_t k, index_t cols,
-                   const arch::SumRows& c) {
+void multiply_rows(Scratch& scratch, const NnTerm& term, index_t rows, index_t cols, const arch::SumRows& c) {
   using Micro = typename Kernel::Microkernel;
+  const auto& [a, b, k, cached] = term;
   if constexpr (SumsInPlace<Kernel>) {
-    if (Micro::in_place(k, rows)) {
-      constexpr index_t kUnit = arch::kPairing<typename Kernel::Compute>;
-      const auto a_rows = adjacent_rows<Kernel>(scratch.a_rows, a, rows, k, kUnit);
-      return with_adjacent_rows<Kernel>(scratch, b, k, cols, [&](const auto& source) {
-        Micro::multiply_in_place(a_rows.data, a_rows.row_stride, rows, source, k, cols, c);
-      });
-    }
+    if (Micro::in_place(k, rows)) return multiply_rows_in_place<Kernel, Micro>(scratch, term, rows, cols, c);
+  }
+  if constexpr (BlocksOfRows<Kernel>) {
+    using Blocks = typename Micro::RowBlocks;
+    if (!cached && Blocks::in_place(k, rows))
+      return multiply_rows_in_place<Kernel, Blocks>(scratch, term, rows, cols, c);
   }
   if constexpr (MakesRowsAhead<Kernel>) {
     using E = typename Kernel::Compute;
@@ -287,11 +308,12 @@ void multiply_columns(Scratch& scratch, TokenForm form, const typename Kernel::C
   using E = typename Kernel::Compute;
   if constexpr (DotsInPlace<Kernel>) {
     if (by_dots(form, k)) {
-      return with_adjacent_rows<Kernel>(scratch, w, out, k, [&]<class S>(const arch::RowSource<S>& source) {
-        E* ordered = scratch.a_rows.template as<E>(Micro::ordered_size(tokens, k));
-        Micro::template order_tokens<S>(x, x_stride, tokens, k, ordered);
-        Micro::dot_in_place(source, out, ordered, tokens, k, c);
-      });
+      return with_adjacent_rows_as_stored<Kernel>(
+          scratch, w, out, k, [&]<class S>(const arch::RowSource<S>& source) {
+            E* ordered = scratch.a_rows.template as<E>(Micro::ordered_size(tokens, k));
+            Micro::template order_tokens<S>(x, x_stride, tokens, k, ordered);
+            Micro::dot_in_place(source, out, ordered, tokens, k, c);
+          });
     }
   }
   Strips<Kernel> strips(scratch);

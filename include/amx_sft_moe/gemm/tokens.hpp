@@ -23,6 +23,11 @@ concept SumsInPlace = requires { Kernel::Microkernel::in_place(1, 1); };
 template <class Kernel>
 concept DotsInPlace = requires { Kernel::Microkernel::dots(1); };
 
+// A kernel of strips that has, for gemm_nn of some more rows than it reads in place, blocks of B's rows
+// (arch/in_place_blocks.hpp). Rows of B that are in a cache become strips sooner.
+template <class Kernel>
+concept BlocksOfRows = requires { typename Kernel::Microkernel::RowBlocks; };
+
 // A kernel of strips whose gemm_nt has tokens along the lanes (arch/avx512/token_lanes.hpp), unless it multiplies in place.
 template <class Kernel>
 concept LanesOfTokens = requires { typename Kernel::Microkernel::TokenLanes; };

@@ -15,14 +15,17 @@ namespace arch {
 // products, each broadcast 4. Latency times rate is 8 to 12: 12 accumulators would do.
 // gemm_nt has tokens along the lanes; with up to 12 of them that is mostly no faster than dot products of 4 rows x 6
 // tokens, 24 accumulators, 4 registers of W, 1 of x, for which no lane is left over.
-struct Avx512Bf16Microkernel
-    : StripTiles<Avx512Bf16Microkernel, bf16, bf16, 6, 4, 64, 4>,
-      avx512::MakesStrips<bf16>,
-      InPlaceSums<avx512::InPlacePairTiles, 12, InPlaceBlocks<avx512::PairBlockTiles, 16>>,
-      InPlaceDots<avx512::InPlacePairTiles, 12, 12, 4, 6> {
+struct Avx512Bf16Microkernel : StripTiles<Avx512Bf16Microkernel, bf16, bf16, 6, 4, 64, 4>,
+                               avx512::MakesStrips<bf16>,
+                               InPlaceSums<avx512::InPlacePairTiles, 12>,
+                               InPlaceDots<avx512::InPlacePairTiles, 12, 12, 4, 6> {
   static_assert(kBlock == kStripCols);  // a strip is one block, for what packs it
   using RowsAhead = avx512::RowsAhead;
   using TokenLanes = avx512::TokenLanes;
+  // Behind what is in place.
+  using RowBlocks = InPlaceBlocks<avx512::PairBlockTiles, avx512::PairBlockTiles::kRows>;
+  static_assert(InPlaceSums::in_place(64, RowBlocks::kLeastRows - 1) &&
+                !InPlaceSums::in_place(64, RowBlocks::kLeastRows));
 
   template <int Rows, int Panels, class Ahead>
   AMX_SFT_MOE_TARGET_AVX512_BF16 static void tile(const bf16* a, index_t a_stride, const bf16* strip,

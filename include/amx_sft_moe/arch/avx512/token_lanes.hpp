@@ -155,7 +155,7 @@ class LaneSums {
   __m512 part_[std::size_t{kParts > 0 ? kParts : 1}];
 };
 
-// Tiles of 8 rows x up to 48 tokens, or 4 rows x 64: 24 accumulators at most. Of few tokens not more rows: those of a weight
+// Tiles of 8 rows x up to 48 tokens, or 4 rows x 64: 24 accumulators at most, but for the last rows of all. Of few tokens not more rows: those of a weight
 // are 4 KiB apart or more, in one set of L1, which has 8 to 12 places (benchmarks/LOG.md, "Tokens along the lanes").
 struct TokenLanes {
   static constexpr index_t kKUnit = kPairing<bf16>;
@@ -166,7 +166,7 @@ struct TokenLanes {
   // Whether sums of an expert with so many tokens are two chains, of even and of odd steps: tiles of one panel, or of one and half
   // of another, have too few accumulators for one, in which each product waits for the one before (benchmarks/LOG.md, "Two
   // chains"). Not a task's tokens: each of them must choose alike.
-  static constexpr bool two_chains(index_t all_tokens) { return all_tokens <= 24; }
+  static constexpr bool two_chains(index_t all_tokens) { return all_tokens <= kPanelCols + kPanelCols / 2; }
 
   // A block's pattern is how many chains its sums are.
   static constexpr BlockPlan plan(index_t rows, index_t cols, int chains) {
@@ -279,7 +279,8 @@ struct TokenLanes {
       const bf16* a = segment.a + i * a_stride;
       const bf16* const a_end = a + segment.k;
       const bf16* b = segment.b + p * panel_stride;
-      const auto step = [&](LaneSums<Rows, Panels, Last>& to) AMX_SFT_MOE_TARGET_AVX512_BF16 {
+      const auto step = [&](LaneSums<Rows, Panels, Last> & to) AMX_SFT_MOE_TARGET_AVX512_BF16
+          __attribute__((always_inline)) {
         AMX_SFT_MOE_HIDE_ADDRESS(a);
         to.add(a, a_stride, b, panel_stride);
         a += kKUnit;
@@ -318,6 +319,7 @@ struct TokenLanes {
       return kTiles[n];
     }((panels - 1) * kRows + rows - 1, std::make_integer_sequence<int, kMostPanels * kRows + kRowsOfFour>{});
   }
+  // Of the tokens of two_chains(), so that a second panel has no more than half of its columns.
   static Tile tile_of_two_chains(index_t rows, index_t panels, index_t last) {
     if (panels == 2 && rows == kRows) return last <= 4 ? &tile<kRows, 2, 4, 2> : &tile<kRows, 2, 8, 2>;
     return []<int... N>(index_t n, std::integer_sequence<int, N...>) {
