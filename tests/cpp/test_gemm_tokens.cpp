@@ -116,6 +116,28 @@ class GemmTokens : public testing::Test {
     }
   }
 
+  // Of W^T in memory, in S, as of W.
+  template <class S>
+  void expect_bits_of_adjacent_weights() {
+    constexpr index_t kIn = 608;
+    AlignedBuffer<S> transposed(kIn * kTermOuts);
+    for (index_t o = 0; o < kTermOuts; ++o) {
+      for (index_t k = 0; k < kIn; ++k)
+        transposed[k * kTermOuts + o] = from_float<S>(to_float(weights_[o * kMostIn + k]));
+    }
+    const arch::RowSource<S> strided{transposed.data(), 1, kTermOuts, nullptr};
+    for (const index_t tokens : {1, 13, 17, 24, 70}) {
+      for (const index_t in : {608, 531, 529}) {
+        EXPECT_EQ(product(in, 0, tokens, tokens, kTermOuts), product(strided, in, 0, tokens, tokens, kTermOuts))
+            << tokens << " tokens, K = " << in;
+        for (const index_t second : {63, 7, 65}) {
+          EXPECT_EQ(product_of_two(in, second, tokens), product_of_two(strided, in, second, tokens))
+              << tokens << " tokens, K = " << in << ", " << second;
+        }
+      }
+    }
+  }
+
   // One strip that is not full; more than one of whatever depth; and an odd K.
   static constexpr std::array<index_t, 4> kIns{77, 531, 592, 608};
   static constexpr index_t kLongIn = 3001;
@@ -277,26 +299,12 @@ TYPED_TEST(GemmTokens, PartsOfDeepPanelsHaveTheBitsOfTheWhole) {
   EXPECT_EQ(0, std::memcmp(some.data(), all.data() + 160 * 40, some.size() * sizeof(float)));
 }
 
-// W^T in memory: the same bits, whatever of a weight is used where it lies.
+// Whatever of a weight is used where it lies. In fp32 too where sums of both types have one order.
 TYPED_TEST(GemmTokens, WeightsMayBeStrided) {
-  using Weight = typename TypeParam::Weight;
   this->make_sums_round();
-  constexpr index_t kIn = 608, kOuts = this->kTermOuts;
-  AlignedBuffer<Weight> transposed(kIn * kOuts);
-  for (index_t o = 0; o < kOuts; ++o) {
-    for (index_t k = 0; k < kIn; ++k) transposed[k * kOuts + o] = this->weights_[o * this->kMostIn + k];
-  }
-  const arch::RowSource<Weight> weights{transposed.data(), 1, kOuts, nullptr};
-  for (const index_t tokens : {1, 13, 17, 24, 70}) {
-    for (const index_t in : {608, 531, 529}) {
-      EXPECT_EQ(this->product(in, 0, tokens, tokens, kOuts),
-                this->product(weights, in, 0, tokens, tokens, kOuts))
-          << tokens << " tokens, K = " << in;
-      for (const index_t second : {63, 7, 65}) {
-        EXPECT_EQ(this->product_of_two(in, second, tokens), this->product_of_two(weights, in, second, tokens))
-            << tokens << " tokens, K = " << in << ", " << second;
-      }
-    }
+  this->template expect_bits_of_adjacent_weights<typename TypeParam::Weight>();
+  if constexpr (std::is_same_v<TypeParam, kernels::Avx512Bf16>) {
+    this->template expect_bits_of_adjacent_weights<float>();
   }
 }
 

@@ -51,26 +51,32 @@ class InPlace : public testing::Test {
   // Elements of a row of x: whole pairs, of products of single elements nothing behind them.
   static index_t stride_of_x(index_t k) { return round_up(k, arch::kPairing<E>); }
 
-  static constexpr bool in_blocks(index_t rows) {
-    if constexpr (gemm::BlocksOfRows<Kernel>) {
-      return rows >= Micro::RowBlocks::kLeastRows && Micro::RowBlocks::in_place(64, rows);
-    }
-    return false;
-  }
-
-  static double product(const E* x, const W* w, index_t w_step, index_t k) {
+  template <class S>
+  static double product(const E* x, const S* w, index_t w_step, index_t k) {
     double sum = 0;
     for (index_t i = 0; i < k; ++i) sum += static_cast<double>(to_float(x[i])) * to_float(w[i * w_step]);
     return sum;
   }
 
-  // C = or += A [0 to 19, 36 and 37 rows, k] x B [k, cols].
+  // C = or += A [0 to 19, 36 and 37 rows, k] x B [k, cols], of those products that are for so many rows.
   void sums_are_exact(index_t k, index_t cols) {
-    const index_t stride = stride_of_x(k);
     const sft_test::GuardedMemory memory(static_cast<std::size_t>(k * cols) * sizeof(W), sft_test::Edge::kEnd);
-    const W* b = weights(memory, k * cols);
+    products_are_exact<Micro>(weights(memory, k * cols), k, cols);
+    if constexpr (gemm::BlocksOfRows<Kernel>) {
+      products_are_exact<typename Micro::RowBlocks>(weights(memory, k * cols), k, cols);
+      // Of factors in fp32, too.
+      const sft_test::GuardedMemory floats(static_cast<std::size_t>(k * cols) * sizeof(float),
+                                           sft_test::Edge::kEnd);
+      auto* b = reinterpret_cast<float*>(floats.data());
+      fill(b, k * cols, 7);
+      products_are_exact<typename Micro::RowBlocks>(b, k, cols);
+    }
+  }
+  template <class Products, class S>
+  void products_are_exact(const S* b, index_t k, index_t cols) {
+    const index_t stride = stride_of_x(k);
     for (index_t rows = 0; rows <= 37; rows += rows == 19 ? 17 : 1) {
-      if (!Micro::in_place(k, rows) && !in_blocks(rows)) continue;
+      if (!Products::in_place(k, rows)) continue;
       const sft_test::GuardedMemory memory_of_a = memory_of_x(rows * stride);
       const E* a = rows_of_x(memory_of_a, rows, k, stride);
       for (const bool in_order : {false, true}) {
@@ -85,14 +91,8 @@ class InPlace : public testing::Test {
           };
           for (index_t r = 0; r < (fresh ? 0 : rows); ++r)
             for (index_t j = 0; j < cols; ++j) sum_of(r, j) = static_cast<float>(before(r, j));
-          const arch::RowSource<W> source{b, cols, 1, nullptr};
-          const arch::SumRows sums{c.data(), c_stride, fresh};
-          if constexpr (gemm::BlocksOfRows<Kernel>) {
-            if (in_blocks(rows)) {
-              Micro::RowBlocks::multiply_in_place(a, stride, rows, source, k, cols, sums, in_order);
-            }
-          }
-          if (!in_blocks(rows)) Micro::multiply_in_place(a, stride, rows, source, k, cols, sums, in_order);
+          const arch::RowSource<S> source{b, cols, 1, nullptr};
+          Products::multiply_in_place(a, stride, rows, source, k, cols, {c.data(), c_stride, fresh}, in_order);
           for (index_t r = 0; r < rows; ++r) {
             for (index_t j = 0; j < cols; ++j) {
               ASSERT_EQ(before(r, j) + product(a + r * stride, b + j, cols, k), sum_of(r, j))

@@ -338,7 +338,8 @@ TYPED_TEST(OperatorLayouts, ReplacedViews) {
   expect_same_bits(step_alone<TypeParam>(second), got);
 }
 
-// Each factor has its own type; a wider one with the same values gives the same results.
+// Each factor has its own type; a wider one with the same values gives the same results (but where avx512 has dot products of
+// long rows, which sum each type in an order of its own).
 TYPED_TEST(OperatorLayouts, FactorsOfMixedTypes) {
   const Problem problem = random_problem(kOdd, kPlain, kWeightDType<TypeParam>);
   const auto widened = [](const Extents& extents, const std::vector<double>& values) {

@@ -114,7 +114,7 @@ _LEFT_OUT = re.compile(
     r"|^\s*(std::size_t|std::u?int\w+|index_t|int|bool|float)( \w+ = \w+,?)+;|(reserve|level)_threads"
     # Memory asked for ahead: no result depends on it. What makes a strip ahead has other names.
     r"|[Pp]refetch|kPackRowsAhead|ahead_|ask_ahead|\.later|asked_|\b(near|far)\[|\bfar_shift =|\bkNear\w+"
-    r"|kWaitingRows|index_t byte\b|\bdone_\b|\brow_ \+= stride_|\bpace_\.|kLineBytes;|kCacheLine ?=|kAheadDepth"
+    r"|kWaitingRows|index_t byte\b|\bdone_\b|\brow_ \+= stride_|\bpace_\.|kLineBytes;|kCacheLine ?="
     r"|(ahead|rows)(\.|->)turn|ask_for_line|in_order|kFarBytes|rows_\.(any|ask|next)\(|\bany\(\)|later_ != 0"
     r"|asks_near|follows_rows|const bool (far|near) ="
     r"|kLeadProducts|rows_left|\blater = |place = \[|place\(0, k\)|segment\.a\) \+"

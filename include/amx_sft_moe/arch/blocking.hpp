@@ -60,8 +60,8 @@ inline constexpr index_t kLanesBytes = index_t{512} << 10;
 // core waits for some ten to sixteen lines at a time on their way to L1, for 48 on their way to L2. Then near, into L1.
 // gemm_nn: rows of B, far ahead the next block and a bit. gemm_nt: bytes along a row of W, far ahead the rows that come
 // next, in order and a bit, or side by side (FarRows). Where the CPU follows rows by itself (asks_in_order()) gemm_nn asks
-// near only, whatever rows of A there are. Blocks of B's rows (in_place_blocks.hpp) are asked for once, in order and into L2,
-// and W of fp32 by blocks in gemm_nt where the CPU follows rows, or tokens are many (dot_blocks.hpp).
+// near only, whatever rows of A there are. Blocks of B's rows (in_place_blocks.hpp) are asked for once, in order and into L2;
+// so are those of W's in gemm_nt that computes in fp32 where the CPU follows rows, or tokens are many (dot_blocks.hpp).
 inline constexpr index_t kFarRows = 8;
 inline constexpr index_t kFarBytes = 4096;
 inline constexpr index_t kNearRows = 4;
@@ -74,12 +74,12 @@ inline constexpr index_t kSumsBytes = index_t{24} << 10;
 // as an L1 TLB of 64 holds beside those of C, and of the first; bytes of each, two of which take half of 1 MiB of L2; of
 // each row at most, for pieces of 4 KiB of rows of 6 or 14 come at 0.7 of the rate (benchmarks/LOG.md, "C in registers,
 // again"). Of few rows of A fewer steps where the CPU likes memory in order: C's passes cost little then, and rows are the
-// longer in their order the fewer of them are read side by side ("Blocks of few rows").
+// longer in their order the fewer of them are read side by side ("Blocks of few rows"). Of pairs twice as many.
 inline constexpr index_t kBlockSteps = 32, kFirstBlockSteps = 8, kBlockStepsOfARow = 4;
 inline constexpr index_t kBlockBytes = index_t{256} << 10;
 inline constexpr index_t kBlockRowBytes = index_t{16} << 10;
-// Of pairs of rows (arch/avx512/pair_blocks.hpp), which meet 13 to 16 rows of A: sums of about as many columns at most, a quarter of
-// 1 MiB of L2, pass through registers with each block (benchmarks/LOG.md, "Pairs that are kept").
+// Of pairs of rows (arch/avx512/pair_blocks.hpp), which meet 13 to 16 rows of A: so many sums or a few more, a quarter of 1 MiB of
+// L2, pass through registers with each block (benchmarks/LOG.md, "Pairs that are kept").
 inline constexpr index_t kPairBlockSums = index_t{64} << 10;
 // Blocks of W's rows whose dot products have K in parts (arch/dot_blocks.hpp): rows and bytes at most, two blocks and x beside
 // them in 1 MiB of L2; bytes of the x of a part, where all of it takes more than kSumsBytes. And tokens up to which CPUs that

@@ -63,18 +63,23 @@ struct BlockEnds {
   bool first = true, last = true;
 };
 
-// Products of gemm_nn and gemm_tn. Tiles has, with its own target attribute, for 1 <= R <= kRows:
+// Products of gemm_nn and gemm_tn. Tiles has, with its own target attribute, for kLeastRows <= R <= kRows, with A of its type
+// Element:
 //   template <int R, class S, class Ahead>
-//   static void block(const A* a, index_t a_stride, const S* const* b, index_t steps, index_t cols, const SumRows& c,
+//   static void block(const Element* a, index_t a_stride, const S* const* b, index_t steps, index_t cols, const SumRows& c,
 //                     BlockEnds ends, Ahead& ahead);
-// which adds to C [R, cols] the products of A [R, steps], 1 <= steps <= kBlockSteps, with the first `cols` elements of rows b,
-// and has ahead.turn() with each line of B, but for the last columns.
+// which adds to C [R, cols] the products of A [R, steps], 1 <= steps <= kSteps, with the first `cols` elements of rows b, behind
+// the last of which is a null, and has ahead.turn() with each line of B, but for the last columns. And perhaps most_cols(rows):
+// columns whose sums have room.
 template <class Tiles, int MostRows>
 struct InPlaceBlocks {
   using A = typename Tiles::Element;
-  static constexpr index_t kLeastRows = Tiles::kLeastRows;  // fewer are not asked for
+  static constexpr index_t kLeastRows = Tiles::kLeastRows;
   // Whether B is read in place: for few rows of A, or few steps along K.
-  static constexpr bool in_place(index_t k, index_t rows) { return rows <= MostRows || k <= kFewSteps; }
+  static constexpr bool in_place(index_t k, index_t rows) {
+    if constexpr (kLeastRows > 1) return rows >= kLeastRows && rows <= MostRows;
+    return rows <= MostRows || k <= kFewSteps;
+  }
 
   // C [rows, cols] += A [rows, k] x B [k, cols], B's columns adjacent.
   template <class S>

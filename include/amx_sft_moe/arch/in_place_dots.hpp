@@ -112,6 +112,8 @@ struct InPlaceDots {
       }
     }
     const DotRows<S> rows{w, outs, k, DotOuts, ceil_div(tokens, DotTokens)};
+    // In fp32 with x on its way from L2 it takes 3 to 7 % longer in order (benchmarks/LOG.md, "Two chains").
+    if constexpr (kPairing<X> == 1) in_order = in_order && tokens * k * index_t{sizeof(X)} <= kSumsBytes;
     const index_t steps = k / std::max<index_t>(Tiles::kLine, kLineBytes / index_t{sizeof(S)});
     FarRows<S> ahead(rows, ceil_div(outs, DotOuts) * rows.passes * steps, in_order);
     dot_groups(rows, ordered, tokens, c, ahead);

@@ -1,6 +1,7 @@
 // The sizes of the operator's tasks, panels and products, with their derivation (those within a product:
 // arch/blocking.hpp). They change speed, never bits, but for kGradTokens and, as tiles sum few rows in an order of their own
-// (gemm/streams.hpp), kTokensPerTask, which are the same on every machine.
+// (gemm/streams.hpp), kTokensPerTask, which are the same on every machine. Tokens of two chains of sums (arch/avx512/
+// token_lanes.hpp) are never more tasks than one.
 #pragma once
 
 #include <unistd.h>

@@ -61,7 +61,7 @@ void with_adjacent_rows(Scratch& scratch, const AnyRows& b, index_t rows, index_
   std::forward<F>(f)(arch::RowSource<E>{staged, cols, 1, nullptr});
 }
 
-// The same with a copy in the type that is there: dot products of each type have an order of sums of their own.
+// The same with a copy in the type that is there: dot products of avx512 sum each type in an order of its own.
 template <class Kernel, class F>
 void with_adjacent_rows_as_stored(Scratch& scratch, const AnyRows& b, index_t rows, index_t cols, F&& f) {
   b.visit([&]<class S>(const arch::RowSource<S>& source) {

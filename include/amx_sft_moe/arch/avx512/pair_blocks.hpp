@@ -13,7 +13,7 @@ namespace arch::avx512 {
 struct PairBlockTiles {
   using Element = bf16;
   static constexpr index_t kLeastRows = 13, kRows = 16;
-  static constexpr index_t kSteps = 64;  // of a block; the pairs that are kept take 4 KiB
+  static constexpr index_t kSteps = 2 * kBlockSteps;  // of a block; the pairs that are kept take 4 KiB
   static constexpr index_t most_cols(index_t rows) { return kPairBlockSums / rows; }
 
   template <int Rows, class S, class Ahead>

@@ -155,8 +155,9 @@ class LaneSums {
   __m512 part_[std::size_t{kParts > 0 ? kParts : 1}];
 };
 
-// Tiles of 8 rows x up to 48 tokens, or 4 rows x 64: 24 accumulators at most, but for the last rows of all. Of few tokens not more rows: those of a weight
-// are 4 KiB apart or more, in one set of L1, which has 8 to 12 places (benchmarks/LOG.md, "Tokens along the lanes").
+// Tiles of 8 rows x up to 48 tokens, or 4 rows x 64: 24 accumulators, 28 for few tokens of the last rows of all. Of few tokens not
+// more rows: those of a weight are 4 KiB apart or more, in one set of L1, which has 8 to 12 places (benchmarks/LOG.md, "Tokens
+// along the lanes").
 struct TokenLanes {
   static constexpr index_t kKUnit = kPairing<bf16>;
   // Of a block of C. 32 outputs of a token are a line of bf16; a task mostly has no more tokens (gemm/blocking.hpp:
