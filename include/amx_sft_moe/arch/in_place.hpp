@@ -73,18 +73,19 @@ struct InPlaceSums {
     const index_t lead = kFarRows + ceil_div(kFarBytes, cols * kSize);
     const bool far = lead < k && in_order;
     const bool near = lead < k && !in_order;
+    const index_t together = in_order && rows <= kRowsOfPairs ? kPairing<A> : kFarRows;
     for_each_part(rows, MostRows, [&](index_t r, index_t height) {
       const auto add = rows_of<S>(height);
       const index_t wide = part_of_columns(height, cols);
       LeadingPrefetch ahead = rows_in_order(b, k, cols, lead);
-      ahead.spread(ceil_div(k, kDepth * kPairing<A>) * ceil_div(cols, Tiles::kTurnColumns));
+      ahead.spread(ceil_div(k, std::min(together, kDepth * kPairing<A>)) * ceil_div(cols, Tiles::kTurnColumns));
       PagesAhead pages(bytes_of(b, k, cols), kFarRows);
-      for (index_t kk = 0; kk < k; kk += kFarRows) {
+      for (index_t kk = 0; kk < k; kk += together) {
         pages.before(kk + lead);
         for (index_t j = 0; j < cols; j += wide) {
           const Product<S> product{a + r * a_stride,         a_stride, b.from_column(j), k,
                                    std::min(wide, cols - j), near};
-          add(product, kk, std::min(kk + kFarRows, k), c.from(r, j), far ? &ahead : nullptr);
+          add(product, kk, std::min(kk + together, k), c.from(r, j), far ? &ahead : nullptr);
         }
       }
     });
