@@ -63,8 +63,8 @@ inline constexpr index_t kLanesBytes = index_t{512} << 10;
 // near only, whatever rows of A there are. Blocks of B's rows (in_place_blocks.hpp) are asked for once, in order and into L2;
 // so are those of W's in gemm_nt that computes in fp32 where the CPU follows rows, or tokens are many (dot_blocks.hpp).
 inline constexpr index_t kFarRows = 8;
-inline constexpr index_t kRowsOfPairs =
-    2;  // of A, up to which two rows of B are read at a time where memory is asked in order
+// Of A, up to which two rows of B are read at a time where memory is asked in order (benchmarks/LOG.md, "Two chains").
+inline constexpr index_t kRowsOfPairs = 2;
 inline constexpr index_t kFarBytes = 4096;
 inline constexpr index_t kNearRows = 4;
 inline constexpr index_t kNearBytes = 512;
