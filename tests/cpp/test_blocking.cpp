@@ -1,5 +1,8 @@
-// Sizes of tasks: how wide those of gemm_nn are with tiles, and what passes the caches.
+// What sizes choose: an expert's tokens their form, and how wide tasks are, of gemm_nt with strips and of gemm_nn with tiles too,
+// and what passes the caches.
 #include <gtest/gtest.h>
+
+#include <algorithm>
 
 #include "amx_sft_moe/amx_sft_moe.hpp"
 
@@ -122,6 +125,124 @@ TEST(Blocking, WhatPassesTheCaches) {
   EXPECT_TRUE(kBlocking.past_caches<Kernel>(most + 1, 2));
   EXPECT_FALSE(kBlocking.past_caches<Kernel>(most + 1, 3));
   EXPECT_FALSE(kBlocking.past_caches<kernels::Avx512Bf16>(8 * most, 2)) << "strips write long pieces of rows";
+}
+
+// By all the expert's tokens.
+TEST(TokenForm, DotProductsAreForFewTokens) {
+  using Lanes = kernels::Avx512Bf16;
+  using Strips = kernels::Avx512<bf16>;
+  EXPECT_EQ(gemm::TokenForm::kDots, gemm::token_form<Lanes>(1));
+  EXPECT_EQ(gemm::TokenForm::kDots, gemm::token_form<Lanes>(12));
+  EXPECT_EQ(gemm::TokenForm::kFewPanels, gemm::token_form<Lanes>(13));
+  EXPECT_EQ(gemm::TokenForm::kFewPanels, gemm::token_form<Lanes>(24));
+  EXPECT_EQ(gemm::TokenForm::kPanels, gemm::token_form<Lanes>(25));
+  EXPECT_EQ(gemm::TokenForm::kDots, gemm::token_form<Strips>(16));
+  EXPECT_EQ(gemm::TokenForm::kShortDots, gemm::token_form<Strips>(17));
+  EXPECT_EQ(gemm::TokenForm::kShortDots, gemm::token_form<Strips>(32));
+  EXPECT_EQ(gemm::TokenForm::kStrips, gemm::token_form<Strips>(33));
+  EXPECT_EQ(gemm::TokenForm::kDots, gemm::token_form<kernels::Avx2<bf16>>(16));
+  EXPECT_EQ(gemm::TokenForm::kShortDots, gemm::token_form<kernels::Avx2<bf16>>(24));
+  EXPECT_EQ(gemm::TokenForm::kStrips, gemm::token_form<kernels::Avx2<bf16>>(25));
+  EXPECT_EQ(gemm::TokenForm::kPanels, gemm::token_form<kernels::AmxBf16>(1));
+  EXPECT_EQ(gemm::TokenForm::kStrips, gemm::token_form<kernels::Portable<bf16>>(1));
+}
+
+TEST(TokenForm, DotProductsOfMoreTokensAreForRowsOfWhichXHasRoom) {
+  using Form = gemm::TokenForm;
+  for (const Form form : {Form::kDots, Form::kShortDots}) {
+    EXPECT_FALSE(gemm::by_dots(form, 63));
+    EXPECT_TRUE(gemm::by_dots(form, 64));
+    EXPECT_TRUE(gemm::by_dots(form, 4096));
+  }
+  EXPECT_TRUE(gemm::by_dots(Form::kDots, 4097));
+  EXPECT_FALSE(gemm::by_dots(Form::kShortDots, 4097));
+  EXPECT_FALSE(gemm::by_dots(Form::kStrips, 64));
+  EXPECT_FALSE(gemm::by_dots(Form::kFewPanels, 64));
+  EXPECT_FALSE(gemm::by_dots(Form::kPanels, 64));
+}
+
+// Parts of K whose sums they end with follow from a task's tokens, which must be all of the expert's, whatever caches there are.
+TEST(TokenForm, TokensOfTwoChainsAreOneTask) {
+  using Lanes = kernels::Avx512Bf16;
+  for (const index_t panel_bytes : {index_t{1} << 17, index_t{1} << 19, index_t{1} << 22}) {
+    const gemm::Blocking blocking{panel_bytes};
+    for (index_t tokens = 1; tokens <= 100; ++tokens) {
+      if (gemm::token_form<Lanes>(tokens) != gemm::TokenForm::kFewPanels) continue;
+      EXPECT_LE(tokens, gemm::Blocking::kRowChunk);
+      for (const index_t k : {1, 2048, 14336, 100000}) EXPECT_LE(tokens, blocking.tokens_for<Lanes>(k, tokens));
+    }
+  }
+}
+
+// Tasks begin where a panel does, none is much larger than what fits, and there are no more than parts of half as many again.
+TEST(EvenTokens, PartsAreAlignedBoundedAndFew) {
+  for (const index_t fit : {32, 64, 128, 256}) {
+    for (index_t tokens = 1; tokens <= 40 * fit; ++tokens) {
+      const index_t step = gemm::Blocking::even_tokens(tokens, fit);
+      const index_t parts = ceil_div(tokens, step);
+      EXPECT_EQ(0, step % arch::kPanelCols) << tokens << " of " << fit;
+      EXPECT_LE(step, fit + fit / 2 + gemm::Blocking::kMinCols) << tokens << " of " << fit;
+      EXPECT_LE(parts, ceil_div(2 * tokens, 3 * fit)) << tokens << " of " << fit;
+    }
+  }
+}
+
+// Of a region's tasks: whether one with so many rows of a weight leaves enough of them, and not too large ones.
+bool leaves_enough(index_t rows, index_t tokens, index_t out, const gemm::Load& load) {
+  const index_t tasks = gemm::Blocking::kTasksPerThread * index_t{load.threads};
+  const auto share = static_cast<double>(tokens) * static_cast<double>(std::min(rows, out)) /
+                     (static_cast<double>(load.rows) * static_cast<double>(out));
+  return load.experts * ceil_div(out, rows) >= tasks && share <= 1.0 / static_cast<double>(tasks) * (1 + 1e-12);
+}
+
+// Whether such a task is more than half of a thread's share of the region.
+bool keeps_others_waiting(index_t rows, index_t tokens, index_t out, const gemm::Load& load) {
+  const auto task = static_cast<double>(tokens) * static_cast<double>(std::min(rows, out));
+  const auto share = static_cast<double>(load.rows) * static_cast<double>(out) / load.threads;
+  return load.threads > 1 && task > 0.5 * share * (1 + 1e-12);
+}
+
+// As wide as that allows, in whole strips; narrower than otherwise where the other threads would wait for a task. An expert
+// may have as many tokens as all, or four times its share.
+TEST(Blocking, TasksOfGemmNtAreAsWideAsEveryThreadHasEnoughOf) {
+  using Strips = kernels::Portable<bf16>;
+  constexpr index_t kLeast = gemm::Blocking::kOutRows<Strips>;
+  constexpr index_t kMost = gemm::Blocking::kMaxOutRows<Strips>;
+  const gemm::Blocking blocking;
+  int wide = 0, narrow = 0;
+  for (const index_t experts : {1, 8, 128}) {
+    for (const int threads : {1, 2, 60}) {
+      for (const index_t tokens : {1, 8, 33, 128, 256}) {
+        for (const index_t out : {96, 768, 2880, 14336}) {
+          const gemm::Load load{experts, std::max(tokens, experts * tokens / 4), threads};
+          const index_t rows = blocking.nt_rows<Strips>(tokens, out, load);
+          SCOPED_TRACE(testing::Message() << experts << " experts, " << threads << " threads, " << tokens
+                                          << " tokens, out " << out << ": " << rows);
+          EXPECT_EQ(0, rows % arch::kStripCols);
+          EXPECT_TRUE(rows <= kLeast || leaves_enough(rows, tokens, out, load));
+          EXPECT_TRUE(rows == kMost || !leaves_enough(2 * rows, tokens, out, load));
+          EXPECT_TRUE(rows >= kLeast || keeps_others_waiting(2 * rows, tokens, out, load));
+          EXPECT_TRUE(rows == arch::kStripCols || !keeps_others_waiting(rows, tokens, out, load));
+          (rows > kLeast ? wide : narrow) += 1;
+        }
+      }
+    }
+  }
+  EXPECT_GT(wide, 20);
+  EXPECT_GT(narrow, 20);
+}
+
+// Routing that gives one expert a ninth of all tokens, on 60 threads: with 256 columns each of its tasks took longer than a
+// thread's share of all others (benchmarks/LOG.md, "Zipf routing on 60 threads").
+TEST(Blocking, TasksOfGemmNnOfAnExpertWithManyTokensAreNarrow) {
+  const gemm::Blocking blocking;
+  const auto cols = [&](index_t tokens, int threads) {
+    return blocking.nn_cols<kernels::Portable<bf16>>(2048, tokens, 768, {128, 1024, threads});
+  };
+  EXPECT_EQ(256, cols(16, 60));
+  EXPECT_EQ(128, cols(48, 60));
+  EXPECT_EQ(64, cols(112, 60));
+  EXPECT_EQ(256, cols(112, 2));
 }
 
 }  // namespace

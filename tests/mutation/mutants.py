@@ -72,7 +72,7 @@ PARTS = {
         16,
         ("gemm/*.hpp",),
         (_PLAIN, _TILES),
-        ("test_finished_strips", "test_gemm_columns", "test_gemm_tokens", "test_strip_walk"),
+        ("test_blocking", "test_finished_strips", "test_gemm_columns", "test_gemm_tokens", "test_strip_walk"),
     ),
     "lora": Part(12, ("lora/*.hpp",), (_PLAIN, _TILES)),
     "moe": Part(32, ("moe/*.hpp",), (_PLAIN, _TILES)),

@@ -51,24 +51,28 @@ arch::RowSource<typename Kernel::Compute> adjacent_rows(Buffer& staged, const An
   return {to, stride, 1, nullptr};
 }
 
+// A copy of rows [rows, cols] of S in T, its elements adjacent.
+template <class Kernel, class T, class S>
+arch::RowSource<T> adjacent_copy(Scratch& scratch, const arch::RowSource<S>& source, index_t rows,
+                                 index_t cols) {
+  T* staged = scratch.b_rows.template as<T>(rows * cols);
+  Kernel::Rows::template stage<T>(source, rows, cols, cols, staged, cols);
+  return {staged, cols, 1, nullptr};
+}
+
 // B's rows with their elements adjacent: themselves, or a copy of [rows, cols].
 template <class Kernel, class F>
 void with_adjacent_rows(Scratch& scratch, const AnyRows& b, index_t rows, index_t cols, F&& f) {
-  using E = typename Kernel::Compute;
-  if (b.col_stride() == 1) return b.visit(std::forward<F>(f));
-  E* staged = scratch.b_rows.template as<E>(rows * cols);
-  b.visit([&](const auto& source) { Kernel::Rows::template stage<E>(source, rows, cols, cols, staged, cols); });
-  std::forward<F>(f)(arch::RowSource<E>{staged, cols, 1, nullptr});
+  b.visit([&](const auto& source) {
+    source.col_stride == 1 ? f(source)
+                           : f(adjacent_copy<Kernel, typename Kernel::Compute>(scratch, source, rows, cols));
+  });
 }
-
 // The same with a copy in the type that is there: dot products of avx512 sum each type in an order of its own.
 template <class Kernel, class F>
 void with_adjacent_rows_as_stored(Scratch& scratch, const AnyRows& b, index_t rows, index_t cols, F&& f) {
   b.visit([&]<class S>(const arch::RowSource<S>& source) {
-    if (source.col_stride == 1) return f(source);
-    S* staged = scratch.b_rows.template as<S>(rows * cols);
-    Kernel::Rows::template stage<S>(source, rows, cols, cols, staged, cols);
-    f(arch::RowSource<S>{staged, cols, 1, nullptr});
+    f(source.col_stride == 1 ? source : adjacent_copy<Kernel, S>(scratch, source, rows, cols));
   });
 }
 
