@@ -40,6 +40,16 @@ class KernelAvailability : public testing::Test {
   std::set<std::string> flags_;
 };
 
+// What kernels do in another way on some CPUs is told by the vendor and, of AMD's, by the family.
+TEST(CpuFeatures, WhoReadsRowsInWhichWay) {
+  const auto vendor = cpuinfo("vendor_id"), family = cpuinfo("cpu family");
+  if (!vendor || !family) GTEST_SKIP() << "/proc/cpuinfo names no vendor or family";
+  const CpuFeatures found = arch::read_cpu_features();
+  EXPECT_EQ(*vendor == "GenuineIntel", found.follows_rows) << *vendor;
+  EXPECT_EQ(*vendor == "AuthenticAMD" && std::stoi(*family) >= 26, found.loses_requests)
+      << *vendor << ", family " << *family;
+}
+
 TEST_F(KernelAvailability, Portable) {
   EXPECT_EQ(PortableBf16::refusal(), "");
   EXPECT_EQ(PortableFp32::refusal(), "");

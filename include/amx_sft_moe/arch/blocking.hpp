@@ -80,9 +80,9 @@ inline constexpr index_t kSumsBytes = index_t{24} << 10;
 inline constexpr index_t kBlockSteps = 32, kFirstBlockSteps = 8, kBlockStepsOfARow = 4;
 inline constexpr index_t kBlockBytes = index_t{256} << 10;
 inline constexpr index_t kBlockRowBytes = index_t{16} << 10;
-// Of pairs of rows (arch/avx512/pair_blocks.hpp), which meet 13 to 16 rows of A: so many sums or a few more, a quarter of 1 MiB of
-// L2, pass through registers with each block (benchmarks/LOG.md, "Pairs that are kept").
-inline constexpr index_t kPairBlockSums = index_t{64} << 10;
+// Of pairs of rows (arch/avx512/pair_blocks.hpp), which meet 5 to 16 rows of A: so many sums or a few more, three eighths of 1 MiB
+// of L2, pass through registers with each block (benchmarks/LOG.md, "Pairs that are kept", "Requests that are lost").
+inline constexpr index_t kPairBlockSums = index_t{96} << 10;
 // Blocks of W's rows whose dot products have K in parts (arch/dot_blocks.hpp): rows and bytes at most, two blocks and x beside
 // them in 1 MiB of L2; bytes of the x of a part, where all of it takes more than kSumsBytes. And tokens up to which CPUs that
 // like memory in order have dot products without blocks: as that was measured.

@@ -28,9 +28,9 @@ inline const char* bytes_behind(const void* from, index_t bytes) {
 template <class S>
 LeadingPrefetch rows_in_order(const RowSource<S>& source, index_t rows, index_t cols, index_t lead) {
   constexpr index_t kSize = sizeof(S);
-  if (source.row_index != nullptr || lead >= rows) return {BytesAhead{}, 0};
+  if (source.row_index != nullptr || lead >= rows) return {BytesAhead{}, 0, AskedInto::kL2};
   const auto first = reinterpret_cast<std::uintptr_t>(source.data);
-  return {BytesAhead{first, 0, source.row_stride * kSize, rows, cols * kSize}, lead};
+  return {BytesAhead{first, 0, source.row_stride * kSize, rows, cols * kSize}, lead, rows_asked_into()};
 }
 
 // C [Rows, cols] += a [Rows, Depth] x rows of B, with rows to be asked for. `a` holds pairs, and the last of 2 Depth rows is

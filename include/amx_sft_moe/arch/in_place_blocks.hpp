@@ -75,9 +75,10 @@ template <class Tiles, int MostRows>
 struct InPlaceBlocks {
   using A = typename Tiles::Element;
   static constexpr index_t kLeastRows = Tiles::kLeastRows;
-  // Whether B is read in place: for few rows of A, or few steps along K.
+  // Whether B is read in place: for few rows of A, or few steps along K. Tiles that are not for every number of rows leave few
+  // steps to others, which hold them in registers (InPlaceSums).
   static constexpr bool in_place(index_t k, index_t rows) {
-    if constexpr (kLeastRows > 1) return rows >= kLeastRows && rows <= MostRows;
+    if constexpr (kLeastRows > 1) return k > kHeldSteps && rows >= kLeastRows && rows <= MostRows;
     return rows <= MostRows || k <= kFewSteps;
   }
 
@@ -90,7 +91,8 @@ struct InPlaceBlocks {
          walk.advance()) {
       const BlockOfRows& here = walk.here();
       const BlockOfRows& next = walk.next();
-      const LinesInOrder lines(bytes_of(b.from_row(next.kk).from_column(next.col), next.steps, next.cols));
+      const LinesInOrder lines(bytes_of(b.from_row(next.kk).from_column(next.col), next.steps, next.cols),
+                               rows_asked_into());
       Ahead ahead = ahead_of(lines, rows);
       multiply_block(a + here.kk, a_stride, rows, b.from_row(here.kk).from_column(here.col), here,
                      c.after(here.kk).from(0, here.col), {here.kk == 0, here.kk + here.steps == k}, ahead);
@@ -117,8 +119,9 @@ struct InPlaceBlocks {
   }
 
   static constexpr index_t most_steps(index_t rows, bool in_order) {
-    if (!in_order || rows >= kBlockSteps / kBlockStepsOfARow) return Tiles::kSteps;
-    return kBlockStepsOfARow * static_cast<index_t>(std::bit_floor(static_cast<std::size_t>(rows)));
+    if (!in_order) return Tiles::kSteps;
+    const auto steps = kBlockStepsOfARow * static_cast<index_t>(std::bit_floor(static_cast<std::size_t>(rows)));
+    return std::min(steps, Tiles::kSteps);
   }
 
   // C [rows, block.cols] += A [rows, block.steps] x b. Tiles share out what is asked for as they share out the rows. Whole tiles

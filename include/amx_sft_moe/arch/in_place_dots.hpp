@@ -35,7 +35,8 @@ class FarRows {
         shift_(rows.passes > 1 ? 1 : 0),
         lead_(rows.group + (in_order ? ceil_div(kFarBytes, rows.k * index_t{sizeof(S)}) : 0)),
         ahead_(rows_in_order(rows.w, in_order ? rows.outs : 0, rows.k, lead_)),
-        pages_(bytes_of(rows.w, rows.outs, rows.k), rows.group) {
+        pages_(bytes_of(rows.w, rows.outs, rows.k), rows.group),
+        near_(rows_asked_into() == AskedInto::kL1 ? 2 * kNearBytes : kNearBytes) {
     ahead_.spread(turns);
   }
 
@@ -50,7 +51,7 @@ class FarRows {
   template <int Rows>
   AMX_SFT_MOE_INLINE void turn(const S* const* row, index_t kk, bool first) {
     AMX_SFT_MOE_UNROLL
-    for (int r = 0; r < Rows; ++r) __builtin_prefetch(bytes_behind(row[r] + kk, kNearBytes), 0, 3);
+    for (int r = 0; r < Rows; ++r) __builtin_prefetch(bytes_behind(row[r] + kk, near_), 0, 3);
     if (far_[0] == nullptr) {
       if (first) ahead_.turn();
       return;
@@ -66,6 +67,7 @@ class FarRows {
   index_t lead_;  // rows that are asked for are so many behind those that are read
   LeadingPrefetch ahead_;
   PagesAhead pages_;
+  index_t near_;          // bytes, along the rows that are read
   const S* far_[4] = {};  // null: in order
 };
 

@@ -5,6 +5,7 @@
 
 #include "amx_sft_moe/arch/blocking.hpp"
 #include "amx_sft_moe/arch/cpu_features.hpp"
+#include "amx_sft_moe/arch/paced_prefetch.hpp"
 
 AMX_SFT_MOE_NAMESPACE_BEGIN
 namespace arch {
@@ -14,6 +15,12 @@ namespace arch {
 inline bool asks_in_order() {
   static const bool in_order = !read_cpu_features().follows_rows;
   return in_order;
+}
+
+// What rows of weights to come are asked for into, where they are read as they lie.
+inline AskedInto rows_asked_into() {
+  static const AskedInto into = read_cpu_features().loses_requests ? AskedInto::kL1 : AskedInto::kL2;
+  return into;
 }
 
 // Whether a strip of floats leaves room in L1 for what passes by it: Intel's CPUs since Ice Lake have 48 KiB. Measured on

@@ -50,10 +50,14 @@ struct NothingAhead {
   AMX_SFT_MOE_INLINE void turn() {}
 };
 
-// The line at an address, into L2.
-AMX_SFT_MOE_INLINE void ask_for_line(std::uintptr_t at) {
+// The nearest cache that a line is asked for into; what leaves L1 is in L2 then.
+enum class AskedInto : std::uint8_t { kL2, kL1 };
+
+// The line at an address.
+AMX_SFT_MOE_INLINE void ask_for_line(std::uintptr_t at, AskedInto into = AskedInto::kL2) {
   // NOLINTNEXTLINE(performance-no-int-to-ptr): nothing is read through it
-  __builtin_prefetch(reinterpret_cast<const char*>(at), 0, 2);
+  const auto* line = reinterpret_cast<const char*>(at);
+  into == AskedInto::kL1 ? __builtin_prefetch(line, 0, 3) : __builtin_prefetch(line, 0, 2);
 }
 
 // `units` spread over `turns` so that a turn takes the same way as the one before: as many each time, one more in the first
@@ -115,7 +119,7 @@ class PacedPrefetch {
   index_t done_ = 0;  // bytes of this row
 };
 
-// The rows to be asked for while the next strip is made of its rows [0, rows), into L2: each `lead` rows before its turn,
+// The rows to be asked for while the next strip is made of its rows [0, rows): each `lead` rows before its turn,
 // those of the strip after it behind the last. The shorter the lead, the fewer lines wait to be read: rows 4 KiB apart
 // share few places of L2, and push out one another.
 class LeadingRows {
@@ -129,8 +133,8 @@ class LeadingRows {
 
   std::uintptr_t row() const { return row_; }  // 0: none is left
   bool any() const { return row_ != 0; }
-  AMX_SFT_MOE_INLINE void ask(index_t offset) const {
-    ask_for_line(row_ + static_cast<std::uintptr_t>(offset));
+  AMX_SFT_MOE_INLINE void ask(index_t offset, AskedInto into = AskedInto::kL2) const {
+    ask_for_line(row_ + static_cast<std::uintptr_t>(offset), into);
   }
   AMX_SFT_MOE_INLINE void next() {
     if (row_ != 0) row_ = --left_ == 0 ? later_ : row_ + static_cast<std::uintptr_t>(stride_);
@@ -146,8 +150,11 @@ class LeadingRows {
 // the product's own loads would wait for one: so not rows, but pairs of cache lines, which hardware fetches together anyway.
 class LeadingPrefetch {
  public:
-  LeadingPrefetch(const BytesAhead& ahead, index_t lead)
-      : rows_(ahead, lead), units_(ahead.rows * line_pairs(ahead.row_bytes)), row_bytes_(ahead.row_bytes) {}
+  LeadingPrefetch(const BytesAhead& ahead, index_t lead, AskedInto into)
+      : rows_(ahead, lead),
+        units_(ahead.rows * line_pairs(ahead.row_bytes)),
+        row_bytes_(ahead.row_bytes),
+        into_(into) {}
 
   // Before the first of so many turns.
   void spread(index_t turns) { pace_ = Pace(units_, turns); }
@@ -160,7 +167,7 @@ class LeadingPrefetch {
   AMX_SFT_MOE_INLINE void ask() {
     if (!rows_.any()) return;
     const index_t end = std::min(done_ + kLinePairBytes, row_bytes_);
-    for (; done_ < end; done_ += kLineBytes) rows_.ask(done_);
+    for (; done_ < end; done_ += kLineBytes) rows_.ask(done_, into_);
     if (done_ < row_bytes_) return;
     done_ = 0;
     rows_.next();
@@ -168,6 +175,7 @@ class LeadingPrefetch {
 
   LeadingRows rows_;
   index_t units_, row_bytes_;
+  AskedInto into_;
   Pace pace_;
   index_t done_ = 0;  // bytes of this row
 };

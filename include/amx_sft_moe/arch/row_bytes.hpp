@@ -32,11 +32,12 @@ RowBytes bytes_of(const RowSource<S>& source, index_t rows, index_t cols) {
   return {reinterpret_cast<std::uintptr_t>(source.data), stride, rows, cols * kSize};
 }
 
-// Asks for rows in L2, a line at a time, in the order in which they lie; behind the last for the first line again.
+// Asks for rows, a line at a time, in the order in which they lie; behind the last for the first line again.
 class LinesInOrder {
  public:
-  explicit LinesInOrder(const RowBytes& bytes)
-      : first_(bytes.first),
+  explicit LinesInOrder(const RowBytes& bytes, AskedInto into = AskedInto::kL2)
+      : into_(into),
+        first_(bytes.first),
         row_(first_),
         at_(first_),
         stride_(static_cast<std::uintptr_t>(bytes.stride)),
@@ -48,7 +49,7 @@ class LinesInOrder {
   std::uintptr_t line() const { return at_; }  // asked for in the next turn
 
   AMX_SFT_MOE_INLINE void turn() {
-    ask_for_line(at_);
+    ask_for_line(at_, into_);
     at_ += step_;
     if (--left_ == 0) next_row();
   }
@@ -62,6 +63,7 @@ class LinesInOrder {
     step_ = 0;
   }
 
+  AskedInto into_;
   std::uintptr_t first_, row_, at_;
   std::uintptr_t stride_, step_ = static_cast<std::uintptr_t>(kLineBytes);
   index_t rows_, lines_;

@@ -284,13 +284,13 @@ template <class Kernel>
 void multiply_rows(Scratch& scratch, const NnTerm& term, index_t rows, index_t cols, const arch::SumRows& c) {
   using Micro = typename Kernel::Microkernel;
   const auto& [a, b, k, cached] = term;
-  if constexpr (SumsInPlace<Kernel>) {
-    if (Micro::in_place(k, rows)) return multiply_rows_in_place<Kernel, Micro>(scratch, term, rows, cols, c);
-  }
   if constexpr (BlocksOfRows<Kernel>) {
     using Blocks = typename Micro::RowBlocks;
     if (!cached && Blocks::in_place(k, rows))
       return multiply_rows_in_place<Kernel, Blocks>(scratch, term, rows, cols, c);
+  }
+  if constexpr (SumsInPlace<Kernel>) {
+    if (Micro::in_place(k, rows)) return multiply_rows_in_place<Kernel, Micro>(scratch, term, rows, cols, c);
   }
   if constexpr (MakesRowsAhead<Kernel>) {
     using E = typename Kernel::Compute;

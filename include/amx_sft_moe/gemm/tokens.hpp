@@ -23,8 +23,8 @@ concept SumsInPlace = requires { Kernel::Microkernel::in_place(1, 1); };
 template <class Kernel>
 concept DotsInPlace = requires { Kernel::Microkernel::dots(1); };
 
-// A kernel of strips that has, for gemm_nn of some more rows than it reads in place, blocks of B's rows
-// (arch/in_place_blocks.hpp). Rows of B that are in a cache become strips sooner.
+// A kernel of strips that has, for gemm_nn of few rows of A, blocks of B's rows (arch/in_place_blocks.hpp) beside another way to
+// read B in place. Rows of B that are in a cache go that way, or become strips sooner.
 template <class Kernel>
 concept BlocksOfRows = requires { typename Kernel::Microkernel::RowBlocks; };
 

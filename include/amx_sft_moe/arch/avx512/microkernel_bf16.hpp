@@ -22,10 +22,8 @@ struct Avx512Bf16Microkernel : StripTiles<Avx512Bf16Microkernel, bf16, bf16, 6, 
   static_assert(kBlock == kStripCols);  // a strip is one block, for what packs it
   using RowsAhead = avx512::RowsAhead;
   using TokenLanes = avx512::TokenLanes;
-  // Behind what is in place.
+  // Of gemm_nn, whose B comes from memory, before InPlaceSums.
   using RowBlocks = InPlaceBlocks<avx512::PairBlockTiles, avx512::PairBlockTiles::kRows>;
-  static_assert(InPlaceSums::in_place(64, RowBlocks::kLeastRows - 1) &&
-                !InPlaceSums::in_place(64, RowBlocks::kLeastRows));
 
   template <int Rows, int Panels, class Ahead>
   AMX_SFT_MOE_TARGET_AVX512_BF16 static void tile(const bf16* a, index_t a_stride, const bf16* strip,

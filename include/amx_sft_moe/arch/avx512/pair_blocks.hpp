@@ -7,12 +7,12 @@
 AMX_SFT_MOE_NAMESPACE_BEGIN
 namespace arch::avx512 {
 
-// Two tiles of up to 8 rows x 32 columns: 16 accumulators each, which hide the latency of a product, 2 registers of pairs, 1
-// broadcast of the 32 zmm. The first keeps the pairs that it makes of two rows of B for the second: B's lines, which lie 4 KiB
-// apart or more, come from L2 once.
+// Up to 12 rows are one tile x 32 columns: 24 accumulators, 2 registers of pairs, 1 broadcast of the 32 zmm. More are two tiles,
+// 16 accumulators each, which hide the latency of a product. The first keeps the pairs that it makes of two rows of B for the
+// second: B's lines, which lie 4 KiB apart or more, come from L2 once.
 struct PairBlockTiles {
   using Element = bf16;
-  static constexpr index_t kLeastRows = 13, kRows = 16;
+  static constexpr index_t kLeastRows = 5, kRows = 16;
   static constexpr index_t kSteps = 2 * kBlockSteps;  // of a block; the pairs that are kept take 4 KiB
   static constexpr index_t most_cols(index_t rows) { return kPairBlockSums / rows; }
 
@@ -20,25 +20,18 @@ struct PairBlockTiles {
   AMX_SFT_MOE_TARGET_AVX512_BF16 static void block(const bf16* from, index_t from_stride, const S* const* b,
                                                    index_t steps, index_t cols, const SumRows& c,
                                                    BlockEnds /*ends*/, Ahead& ahead) {
-    constexpr int kFirst = (Rows + 1) / 2;
     alignas(kLineBytes) std::int32_t a[std::size_t{Rows}][kPairs];
     copy_block(from, from_stride, steps, a);
-    alignas(kLineBytes) __m512i kept[2 * kPairs];
     Ahead asked = ahead;
-    for (index_t j = 0; j < cols; j += kLine) {
-      const SumRows to = c.from(0, j);
-      if (cols - j >= kLine) {
-        first_tile<kFirst, true>(a, b, steps, j, kLine, to, kept, asked);
-      } else {
-        first_tile<kFirst, false>(a, b, steps, j, cols - j, to, kept, asked);
-      }
-      second_tile<Rows - kFirst, S>(a + kFirst, steps, kept, to.from(kFirst, 0), asked);
-    }
+    index_t j = 0;
+    for (; cols - j >= kLine; j += kLine) add_columns<Rows, true>(a, b, steps, j, kLine, c.from(0, j), asked);
+    if (j < cols) add_columns<Rows, false>(a, b, steps, j, cols - j, c.from(0, j), asked);
     ahead = asked;
   }
 
  private:
   static constexpr std::size_t kPairs = std::size_t{kSteps} / 2;
+  static constexpr int kRowsOfOneTile = 12;
 
   template <std::size_t Rows>
   AMX_SFT_MOE_INLINE AMX_SFT_MOE_TARGET_AVX512_BF16 static void copy_block(const bf16* from, index_t stride,
@@ -61,7 +54,40 @@ struct PairBlockTiles {
     for (index_t bytes = 0; bytes < kLine * index_t{sizeof(S)}; bytes += kLineBytes) ahead.turn();
   }
 
-  // C [Rows, 32] += a x columns [j, j + n) of rows of B, whose pairs are kept.
+  // C [Rows, 32] += a x columns [j, j + n) of rows of B.
+  template <int Rows, bool Whole, class S, class Ahead>
+  AMX_SFT_MOE_INLINE AMX_SFT_MOE_TARGET_AVX512_BF16 static void add_columns(const std::int32_t (*a)[kPairs],
+                                                                            const S* const* b, index_t steps,
+                                                                            index_t j, index_t n,
+                                                                            const SumRows& c, Ahead& ahead) {
+    if constexpr (Rows <= kRowsOfOneTile) {
+      only_tile<Rows, Whole>(a, b, steps, j, n, c, ahead);
+    } else {
+      constexpr int kFirst = (Rows + 1) / 2;
+      alignas(kLineBytes) __m512i kept[2 * kPairs];
+      first_tile<kFirst, Whole>(a, b, steps, j, n, c, kept, ahead);
+      second_tile<Rows - kFirst, S>(a + kFirst, steps, kept, c.from(kFirst, 0), ahead);
+    }
+  }
+
+  template <int Rows, bool Whole, class S, class Ahead>
+  AMX_SFT_MOE_INLINE AMX_SFT_MOE_TARGET_AVX512_BF16 static void only_tile(const std::int32_t (*a)[kPairs],
+                                                                          const S* const* b, index_t steps,
+                                                                          index_t j, index_t n,
+                                                                          const SumRows& c, Ahead& ahead) {
+    __m512 sum[std::size_t{Rows}][2];
+    load_sums(c, sum);
+    for (index_t k = 0; k < steps; k += 2) {
+      ask_half<S>(ahead);
+      ask_half<S>(ahead);
+      __m512bh line[2];
+      pair_rows<Whole>(line, b[k], b[k + 1], true, j, n);
+      add_pair(a, k / 2, line, sum);
+    }
+    store_sums(sum, c);
+  }
+
+  // The same of the first rows; pairs are kept.
   template <int Rows, bool Whole, class S, class Ahead>
   AMX_SFT_MOE_INLINE AMX_SFT_MOE_TARGET_AVX512_BF16 static void first_tile(const std::int32_t (*a)[kPairs],
                                                                            const S* const* b, index_t steps,
@@ -80,7 +106,7 @@ struct PairBlockTiles {
     }
     store_sums(sum, c);
   }
-  // The same of the rows behind them, from what was kept.
+  // And of the rows behind them, from what was kept.
   template <int Rows, class S, class Ahead>
   AMX_SFT_MOE_INLINE AMX_SFT_MOE_TARGET_AVX512_BF16 static void second_tile(const std::int32_t (*a)[kPairs],
                                                                             index_t steps, const __m512i* kept,

@@ -11,6 +11,7 @@
 
 #include "amx_sft_moe/arch/avx512/vector.hpp"
 #include "amx_sft_moe/arch/blocking.hpp"
+#include "amx_sft_moe/arch/of_this_cpu.hpp"
 #include "amx_sft_moe/arch/paced_prefetch.hpp"
 #include "amx_sft_moe/arch/pages_ahead.hpp"
 
@@ -209,14 +210,15 @@ struct TokenLanes {
   // for the steps that follow, or else for the rows that do.
   static LeadingPrefetch ahead_of(const Segment<bf16>& segment, index_t k, index_t depth, index_t rows) {
     constexpr index_t kSize = sizeof(bf16);
-    if (segment.rows_left == 0 || depth < kAheadDepth) return {BytesAhead{}, 0};
+    if (segment.rows_left == 0 || depth < kAheadDepth) return {BytesAhead{}, 0, AskedInto::kL2};
     const auto place = [&](index_t row, index_t step) {
       return reinterpret_cast<std::uintptr_t>(segment.a) +
              static_cast<std::uintptr_t>((row * segment.a_stride + step) * kSize);
     };
     std::uintptr_t later = segment.rows_left > rows ? place(rows, 0) : 0;
     if (k + depth < segment.k) later = place(0, k + depth);
-    return {{place(0, k), later, segment.a_stride * kSize, rows, depth * kSize}, lead_of(depth)};
+    return {
+        {place(0, k), later, segment.a_stride * kSize, rows, depth * kSize}, lead_of(depth), rows_asked_into()};
   }
   static constexpr index_t lead_of(index_t depth) {
     return kRows + ceil_div(kFarBytes, depth * index_t{sizeof(bf16)});
