@@ -44,7 +44,7 @@ class KernelAvailability : public testing::Test {
 TEST(CpuFeatures, WhoReadsRowsInWhichWay) {
   const auto vendor = cpuinfo("vendor_id"), family = cpuinfo("cpu family");
   if (!vendor || !family) GTEST_SKIP() << "/proc/cpuinfo names no vendor or family";
-  const CpuFeatures found = arch::read_cpu_features();
+  const amx_sft_moe::CpuFeatures found = amx_sft_moe::arch::read_cpu_features();
   EXPECT_EQ(*vendor == "GenuineIntel", found.follows_rows) << *vendor;
   EXPECT_EQ(*vendor == "AuthenticAMD" && std::stoi(*family) >= 26, found.loses_requests)
       << *vendor << ", family " << *family;
