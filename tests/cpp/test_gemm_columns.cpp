@@ -285,7 +285,7 @@ TYPED_TEST(GemmColumns, TokensBehindTheLastAreNotRead) {
   }
 }
 
-// Whether B is read in place, held in registers or cut into strips is a matter of speed: a row of C has the same bits with
+// Whether B is read in place, by blocks of its rows, held in registers or cut into strips is a matter of speed: a row of C has the same bits with
 // few rows beside it and with more. But tiles that read B as it lies, one or two at a time, sum in other orders.
 TYPED_TEST(GemmColumns, TheWayOfAProductDoesNotShow) {
   using Weight = typename TypeParam::Weight;
@@ -301,8 +301,13 @@ TYPED_TEST(GemmColumns, TheWayOfAProductDoesNotShow) {
     const auto b = this->rows_of_b(k, kCols);
     const auto nn = [&](index_t rows) {
       const std::array<gemm::NnTerm, 1> terms{{{this->rows_of_a(rows, k), b, k}}};
-      return first_rows(this->nn(rows, kCols, terms), 8, kCols);
+      return first_rows(this->nn(rows, kCols, terms), std::min<index_t>(rows, 8), kCols);
     };
+    if constexpr (!gemm::FewRowsInPlace<TypeParam>) {
+      for (const index_t rows : {1, 2, 3, 4, 5}) {  // fewer than blocks are for, and more than two
+        EXPECT_EQ(first_rows(nn(8), rows, kCols), nn(rows)) << rows << " rows, K = " << k;
+      }
+    }
     const auto tn = [&](index_t rows) { return first_rows(this->tn({rows, k, kCols}, b), 8, kCols); };
     for (const index_t rows : {9, 12, 13, 16, 17, 32, 33, 64, 65}) {
       index_t alike = 8;

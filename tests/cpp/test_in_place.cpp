@@ -58,7 +58,7 @@ class InPlace : public testing::Test {
     return sum;
   }
 
-  // C = or += A [0 to 19, 36 and 37 rows, k] x B [k, cols], of those products that are for so many rows.
+  // C = or += A [0 to 19, 36 and 37 rows, k] x B [k, cols], of those products that are for so many rows and steps.
   void sums_are_exact(index_t k, index_t cols) {
     const sft_test::GuardedMemory memory(static_cast<std::size_t>(k * cols) * sizeof(W), sft_test::Edge::kEnd);
     products_are_exact<Micro>(weights(memory, k * cols), k, cols);

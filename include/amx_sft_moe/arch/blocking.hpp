@@ -57,11 +57,12 @@ inline constexpr index_t kLeastLead = 8;
 inline constexpr index_t kLanesBytes = index_t{512} << 10;
 
 // Products in place (arch/in_place.hpp). They are as fast as memory delivers, so it is asked twice. Far ahead into L2: a
-// core waits for some ten to sixteen lines at a time on their way to L1, for 48 on their way to L2. Then near, into L1.
+// core waits for some ten to sixteen lines at a time on their way to L1, for 48 on their way to L2; but into L1 where requests
+// into L2 are lost (rows_asked_into()). Then near, into L1, twice as far along a row of W there.
 // gemm_nn: rows of B, far ahead the next block and a bit. gemm_nt: bytes along a row of W, far ahead the rows that come
 // next, in order and a bit, or side by side (FarRows). Where the CPU follows rows by itself (asks_in_order()) gemm_nn asks
-// near only, whatever rows of A there are. Blocks of B's rows (in_place_blocks.hpp) are asked for once, in order and into L2;
-// so are those of W's in gemm_nt that computes in fp32 where the CPU follows rows, or tokens are many (dot_blocks.hpp).
+// near only, whatever rows of A there are. Blocks of B's rows (in_place_blocks.hpp) are asked for once and in order; so are, into
+// L2, those of W's in gemm_nt that computes in fp32 where the CPU follows rows, or tokens are many (dot_blocks.hpp).
 inline constexpr index_t kFarRows = 8;
 // Of A, up to which two rows of B are read at a time where memory is asked in order (benchmarks/LOG.md, "Two chains").
 inline constexpr index_t kRowsOfPairs = 2;
@@ -76,7 +77,7 @@ inline constexpr index_t kSumsBytes = index_t{24} << 10;
 // as an L1 TLB of 64 holds beside those of C, and of the first; bytes of each, two of which take half of 1 MiB of L2; of
 // each row at most, for pieces of 4 KiB of rows of 6 or 14 come at 0.7 of the rate (benchmarks/LOG.md, "C in registers,
 // again"). Of few rows of A fewer steps where the CPU likes memory in order: C's passes cost little then, and rows are the
-// longer in their order the fewer of them are read side by side ("Blocks of few rows"). Of pairs twice as many.
+// longer in their order the fewer of them are read side by side ("Blocks of few rows"). Of pairs twice as many at most.
 inline constexpr index_t kBlockSteps = 32, kFirstBlockSteps = 8, kBlockStepsOfARow = 4;
 inline constexpr index_t kBlockBytes = index_t{256} << 10;
 inline constexpr index_t kBlockRowBytes = index_t{16} << 10;

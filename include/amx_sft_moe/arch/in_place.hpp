@@ -1,6 +1,6 @@
 // Products for few rows of A, or few steps along K, that read B where it lies: making a strip would cost as much as its
 // products. How those of gemm_nn and gemm_tn are cut into register tiles; the tiles are the microkernels'. Sums in fp32 have a
-// way of their own, in_place_blocks.hpp, and so have those of gemm_nn with a few rows more; gemm_nt's are in in_place_dots.hpp.
+// way of their own, in_place_blocks.hpp, and so have those of gemm_nn with 5 to 16 rows; gemm_nt's are in in_place_dots.hpp.
 #pragma once
 
 #include <algorithm>

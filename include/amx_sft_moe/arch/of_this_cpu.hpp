@@ -17,7 +17,8 @@ inline bool asks_in_order() {
   return in_order;
 }
 
-// What rows of weights to come are asked for into, where they are read as they lie.
+// What rows of weights to come are asked for into where they are read as they lie and asked for in order, but for DotBlocks.
+// Strips, and pages to be translated, gain nothing by L1 (benchmarks/LOG.md, "Requests that are lost").
 inline AskedInto rows_asked_into() {
   static const AskedInto into = read_cpu_features().loses_requests ? AskedInto::kL1 : AskedInto::kL2;
   return into;

@@ -15,7 +15,7 @@ namespace arch {
 struct BytesAhead {
   // Of what is next, all of it there; asked for, or read. 0: there is none, nor rows.
   std::uintptr_t next = 0;
-  std::uintptr_t later = 0;  // of one after it, into L2; 0: not asked for
+  std::uintptr_t later = 0;  // of one after it; 0: not asked for
   index_t stride = 0;
   index_t rows = 0;
   index_t row_bytes = 0;

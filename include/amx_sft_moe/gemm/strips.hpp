@@ -286,7 +286,9 @@ void multiply_rows(Scratch& scratch, const NnTerm& term, index_t rows, index_t c
   const auto& [a, b, k, cached] = term;
   if constexpr (BlocksOfRows<Kernel>) {
     using Blocks = typename Micro::RowBlocks;
-    if (!cached && Blocks::in_place(k, rows))
+    // Where hardware follows rows it is asked for less if they are read side by side (arch/of_this_cpu.hpp).
+    const bool first = arch::asks_in_order() || !Micro::in_place(k, rows);
+    if (!cached && first && Blocks::in_place(k, rows))
       return multiply_rows_in_place<Kernel, Blocks>(scratch, term, rows, cols, c);
   }
   if constexpr (SumsInPlace<Kernel>) {

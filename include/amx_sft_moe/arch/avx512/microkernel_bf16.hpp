@@ -24,6 +24,8 @@ struct Avx512Bf16Microkernel : StripTiles<Avx512Bf16Microkernel, bf16, bf16, 6, 
   using TokenLanes = avx512::TokenLanes;
   // Of gemm_nn, whose B comes from memory, before InPlaceSums.
   using RowBlocks = InPlaceBlocks<avx512::PairBlockTiles, avx512::PairBlockTiles::kRows>;
+  static_assert(InPlaceSums::in_place(kHeldSteps, RowBlocks::kLeastRows) &&
+                InPlaceSums::in_place(kHeldSteps + 1, RowBlocks::kLeastRows - 1));
 
   template <int Rows, int Panels, class Ahead>
   AMX_SFT_MOE_TARGET_AVX512_BF16 static void tile(const bf16* a, index_t a_stride, const bf16* strip,

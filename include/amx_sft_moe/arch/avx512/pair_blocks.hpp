@@ -7,8 +7,8 @@
 AMX_SFT_MOE_NAMESPACE_BEGIN
 namespace arch::avx512 {
 
-// Up to 12 rows are one tile x 32 columns: 24 accumulators, 2 registers of pairs, 1 broadcast of the 32 zmm. More are two tiles,
-// 16 accumulators each, which hide the latency of a product. The first keeps the pairs that it makes of two rows of B for the
+// Up to 12 rows are one tile x 32 columns: up to 24 accumulators, 2 registers of pairs, 1 broadcast of the 32 zmm; with 64 columns
+// up to 6 rows took as long or longer. More are two tiles, up to 16 accumulators each, which hide the latency of a product. The first keeps the pairs that it makes of two rows of B for the
 // second: B's lines, which lie 4 KiB apart or more, come from L2 once.
 struct PairBlockTiles {
   using Element = bf16;
