@@ -122,6 +122,7 @@ _LEFT_OUT = re.compile(
     r"|\bpages\b|PagesAhead|\btranslate\(|const index_t (lead|most|there) =|const bool last ="
     # Sizes of blocks, and when B is read in place: speed only.
     r"|kStripBytes =|kRowBytes =|kStripDepth =|kFarRows =|k <= k\w*Steps|part_of_columns|parts\)|parts ="
+    r"|k > kHeldSteps|kRowsOfOneTile|const bool first = arch"
     r"|k(Widened)?(Rows|Columns)Depth =|k(Widened)?PieceCols =|const bool pieces =|const index_t wide = pieces"
     r"|<= arch::kFewFactorRows|const bool rounded =|k(Panels|Vectors) = Rows|kStepsOfLine"
     r"|(LinesInOrder|SharedLines) ahead|begin_pass|roomy_l1|\bfar_\b|ahead = asked;|kDotBlock\w+|kDotPartBytes"
