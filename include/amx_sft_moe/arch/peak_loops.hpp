@@ -110,11 +110,11 @@ inline void tdpbf16_loop(index_t rounds) {
 }
 
 // Sums of 16 lanes in a chain for each of some streams side by side: at any -O level the loads, not the additions, are the
-// limit. `asks`: each line is asked for twice, far ahead into L2 and near into L1.
+// limit. Asks: each line is asked for twice, far ahead into L2 and near into L1.
 template <int Streams, bool Asks>
 float read_streams(const float* data, index_t count) {
   using Vector = float __attribute__((vector_size(64)));
-  Vector sum[Streams] = {};
+  Vector sum[std::size_t{Streams}] = {};
   constexpr index_t kNear = 128, kFar = 1024;  // 512 bytes, 4 KiB
   const index_t part = count / (Streams * 16) * 16;
   for (index_t i = 0; i < part; i += 16) {
