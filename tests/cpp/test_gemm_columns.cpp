@@ -285,8 +285,8 @@ TYPED_TEST(GemmColumns, TokensBehindTheLastAreNotRead) {
   }
 }
 
-// Whether B is read in place, by blocks of its rows, held in registers or cut into strips is a matter of speed: a row of C has the same bits with
-// few rows beside it and with more. But tiles that read B as it lies, one or two at a time, sum in other orders.
+// Whether B is read in place, by blocks of its rows, held in registers or cut into strips is a matter of speed: a row of C has
+// the same bits with few rows beside it and with more. But tiles that read B as it lies, one or two at a time, sum in other orders.
 TYPED_TEST(GemmColumns, TheWayOfAProductDoesNotShow) {
   using Weight = typename TypeParam::Weight;
   for (index_t i = 0; i < this->kMostRows * this->kMostK; ++i) {

@@ -8,8 +8,8 @@ AMX_SFT_MOE_NAMESPACE_BEGIN
 namespace arch::avx512 {
 
 // Up to 12 rows are one tile x 32 columns: up to 24 accumulators, 2 registers of pairs, 1 broadcast of the 32 zmm; with 64 columns
-// up to 6 rows took as long or longer. More are two tiles, up to 16 accumulators each, which hide the latency of a product. The first keeps the pairs that it makes of two rows of B for the
-// second: B's lines, which lie 4 KiB apart or more, come from L2 once.
+// up to 6 rows took as long or longer. More are two tiles, up to 16 accumulators each, which hide the latency of a product. The
+// first keeps the pairs that it makes of two rows of B for the second: B's lines, which lie 4 KiB apart or more, come from L2 once.
 struct PairBlockTiles {
   using Element = bf16;
   static constexpr index_t kLeastRows = 5, kRows = 16;
@@ -61,47 +61,32 @@ struct PairBlockTiles {
                                                                             index_t j, index_t n,
                                                                             const SumRows& c, Ahead& ahead) {
     if constexpr (Rows <= kRowsOfOneTile) {
-      only_tile<Rows, Whole>(a, b, steps, j, n, c, ahead);
+      tile<Rows, Whole, false>(a, b, steps, j, n, c, nullptr, ahead);
     } else {
       constexpr int kFirst = (Rows + 1) / 2;
       alignas(kLineBytes) __m512i kept[2 * kPairs];
-      first_tile<kFirst, Whole>(a, b, steps, j, n, c, kept, ahead);
+      tile<kFirst, Whole, true>(a, b, steps, j, n, c, kept, ahead);
       second_tile<Rows - kFirst, S>(a + kFirst, steps, kept, c.from(kFirst, 0), ahead);
     }
   }
 
-  template <int Rows, bool Whole, class S, class Ahead>
-  AMX_SFT_MOE_INLINE AMX_SFT_MOE_TARGET_AVX512_BF16 static void only_tile(const std::int32_t (*a)[kPairs],
-                                                                          const S* const* b, index_t steps,
-                                                                          index_t j, index_t n,
-                                                                          const SumRows& c, Ahead& ahead) {
+  // The same of a tile's rows; where Keeps, pairs are kept for the tile that asks for the other half of memory.
+  template <int Rows, bool Whole, bool Keeps, class S, class Ahead>
+  AMX_SFT_MOE_INLINE AMX_SFT_MOE_TARGET_AVX512_BF16 static void tile(const std::int32_t (*a)[kPairs],
+                                                                     const S* const* b, index_t steps,
+                                                                     index_t j, index_t n, const SumRows& c,
+                                                                     __m512i* kept, Ahead& ahead) {
     __m512 sum[std::size_t{Rows}][2];
     load_sums(c, sum);
     for (index_t k = 0; k < steps; k += 2) {
       ask_half<S>(ahead);
-      ask_half<S>(ahead);
+      if constexpr (!Keeps) ask_half<S>(ahead);
       __m512bh line[2];
       pair_rows<Whole>(line, b[k], b[k + 1], true, j, n);
-      add_pair(a, k / 2, line, sum);
-    }
-    store_sums(sum, c);
-  }
-
-  // The same of the first rows; pairs are kept.
-  template <int Rows, bool Whole, class S, class Ahead>
-  AMX_SFT_MOE_INLINE AMX_SFT_MOE_TARGET_AVX512_BF16 static void first_tile(const std::int32_t (*a)[kPairs],
-                                                                           const S* const* b, index_t steps,
-                                                                           index_t j, index_t n,
-                                                                           const SumRows& c, __m512i* kept,
-                                                                           Ahead& ahead) {
-    __m512 sum[std::size_t{Rows}][2];
-    load_sums(c, sum);
-    for (index_t k = 0; k < steps; k += 2) {
-      ask_half<S>(ahead);
-      __m512bh line[2];
-      pair_rows<Whole>(line, b[k], b[k + 1], true, j, n);
-      kept[k] = reinterpret_cast<__m512i>(line[0]);
-      kept[k + 1] = reinterpret_cast<__m512i>(line[1]);
+      if constexpr (Keeps) {
+        kept[k] = reinterpret_cast<__m512i>(line[0]);
+        kept[k + 1] = reinterpret_cast<__m512i>(line[1]);
+      }
       add_pair(a, k / 2, line, sum);
     }
     store_sums(sum, c);
