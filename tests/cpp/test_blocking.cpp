@@ -124,7 +124,8 @@ TEST(Blocking, WhatPassesTheCaches) {
   EXPECT_FALSE(kBlocking.past_caches<Kernel>(most, 2));
   EXPECT_TRUE(kBlocking.past_caches<Kernel>(most + 1, 2));
   EXPECT_FALSE(kBlocking.past_caches<Kernel>(most + 1, 3));
-  EXPECT_FALSE(kBlocking.past_caches<kernels::Avx512Bf16>(8 * most, 2)) << "strips write long pieces of rows";
+  EXPECT_TRUE(kBlocking.past_caches<kernels::Avx512Bf16>(most + 1, 2)) << "tokens along the lanes";
+  EXPECT_FALSE(kBlocking.past_caches<kernels::Avx512>(8 * most, 2)) << "strips write long pieces of rows";
 }
 
 // By all the expert's tokens.

@@ -46,8 +46,10 @@ TEST(CpuFeatures, WhoReadsRowsInWhichWay) {
   if (!vendor || !family) GTEST_SKIP() << "/proc/cpuinfo names no vendor or family";
   const amx_sft_moe::CpuFeatures found = amx_sft_moe::arch::read_cpu_features();
   EXPECT_EQ(*vendor == "GenuineIntel", found.follows_rows) << *vendor;
-  EXPECT_EQ(*vendor == "AuthenticAMD" && std::stoi(*family) >= 26, found.loses_requests)
-      << *vendor << ", family " << *family;
+  const bool zen5 = *vendor == "AuthenticAMD" && std::stoi(*family) >= 26;
+  EXPECT_EQ(zen5, found.loses_requests) << *vendor << ", family " << *family;
+  EXPECT_EQ(zen5, found.hides_page_walks) << *vendor << ", family " << *family;
+  EXPECT_EQ(!zen5, amx_sft_moe::arch::translates_together());
 }
 
 TEST_F(KernelAvailability, Portable) {

@@ -163,7 +163,7 @@ TEST(ForEachPage, RowsThatAreOneRowOrGoBackwardsHaveNoLoopWithoutEnd) {
     index_t found = 0;
     arch::for_each_page({1U << 20, stride, 40, 128}, 0, 40, [&](std::uintptr_t) { ++found; });
     EXPECT_LE(found, 1) << stride;
-    EXPECT_GT(arch::PagesAhead({1U << 20, stride, 40, 128}, 4).due(0).count, 0);
+    EXPECT_GT(arch::PagesAhead({1U << 20, stride, 40, 128}, 4, true).due(0).count, 0);
   }
 }
 
@@ -173,7 +173,7 @@ TEST(PagesAhead, RowsAreDueOnceAndSomePagesTogether) {
       for (const index_t step : {4, 8}) {
         constexpr index_t kRows = 100, kLead = 9;
         const arch::RowBytes bytes{0, row_bytes + gap, kRows, row_bytes};
-        arch::PagesAhead pages(bytes, step);
+        arch::PagesAhead pages(bytes, step, true);
         index_t end = kLead;
         for (index_t row = kLead, call = 0; row < kRows + 20; row += step - call++ % 3) {
           const auto due = pages.due(row);
@@ -199,7 +199,12 @@ TEST(PagesAhead, OfGatheredRowsNoneIsDue) {
   const std::int32_t index[] = {3, 1};
   const bf16 row[64] = {};
   const auto bytes = arch::bytes_of(arch::RowSource<bf16>{row, 32, 1, index}, 2, 32);
-  EXPECT_EQ(0, arch::PagesAhead(bytes, 4).due(0).count);
+  EXPECT_EQ(0, arch::PagesAhead(bytes, 4, true).due(0).count);
+}
+
+TEST(PagesAhead, NoneIsDueWhereTheyAreNotTranslatedTogether) {
+  arch::PagesAhead pages({1U << 20, 8192, 40, 4096}, 4, false);
+  for (index_t row = 0; row < 40; row += 4) EXPECT_EQ(0, pages.due(row).count) << row;
 }
 
 template <class S>

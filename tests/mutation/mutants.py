@@ -116,7 +116,7 @@ _LEFT_OUT = re.compile(
     r"|[Pp]refetch|kPackRowsAhead|ahead_|ask_ahead|\.later|asked_|\b(near|far)\[|\bfar_shift =|\bkNear\w+"
     r"|kWaitingRows|index_t byte\b|\bdone_\b|\brow_ \+= stride_|\bpace_\.|kLineBytes;|kCacheLine ?="
     r"|(ahead|rows)(\.|->)turn|ask_for_line|in_order|kFarBytes|rows_\.(any|ask|next)\(|\bany\(\)|later_ != 0"
-    r"|asks_near|follows_rows|loses_requests|AskedInto|const bool (far|near) ="
+    r"|asks_near|follows_rows|loses_requests|hides_page_walks|zen5|AskedInto|const bool (far|near) ="
     r"|kLeadProducts|rows_left|\blater = |place = \[|place\(0, k\)|segment\.a\) \+"
     r"|\.a_stride \+ step|\+\+tiles|ahead\.spread"
     r"|\bpages\b|PagesAhead|\btranslate\(|const index_t (lead|most|there) =|const bool last ="

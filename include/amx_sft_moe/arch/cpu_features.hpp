@@ -33,6 +33,9 @@ struct CpuFeatures {
   // Lines asked for into L2 may not come: of single ones 4 to 13 % did not on AMD Zen 5 (family 26; benchmarks/LOG.md,
   // "Requests that are lost"), where all came that were asked for into L1. Zen 4 is the slower for that.
   bool loses_requests = false;
+  // What follows a line on a page that no TLB knows goes on until its entry has been read (Zen 5: a loop that looks up many
+  // pages at once takes longer, "Pages one by one").
+  bool hides_page_walks = false;
   bool amx_tile = false;  // AMX-TILE, with the operating system saving tiles
   bool amx_bf16 = false;
   bool amx_int8 = false;
@@ -75,7 +78,9 @@ inline CpuFeatures read_cpu_features() {
   const bool intel = __get_cpuid(0, &a, &b, &c, &d) != 0 && b == 0x756e6547U;  // "Genu"(ineIntel)
   found.slow_dpbf16 = intel;
   found.follows_rows = intel;
-  found.loses_requests = b == 0x68747541U && family >= 26;  // "Auth"(enticAMD)
+  const bool zen5 = b == 0x68747541U && family >= 26;  // "Auth"(enticAMD)
+  found.loses_requests = zen5;
+  found.hides_page_walks = zen5;
   return found;
 }
 

@@ -24,6 +24,13 @@ inline AskedInto rows_asked_into() {
   return into;
 }
 
+// Whether pages of rows to come are translated many at a time (arch/pages_ahead.hpp). Else each is by what asks for its first
+// line.
+inline bool translates_together() {
+  static const bool together = !read_cpu_features().hides_page_walks;
+  return together;
+}
+
 // Whether a strip of floats leaves room in L1 for what passes by it: Intel's CPUs since Ice Lake have 48 KiB. Measured on
 // Emerald Rapids ("Strips of floats, again"), on none of AMD's.
 inline bool roomy_l1() {

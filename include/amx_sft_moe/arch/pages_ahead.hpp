@@ -1,12 +1,14 @@
 // Pages of rows to come, translated many at a time. A line that is asked for on a page that no TLB knows can't retire, nor
 // can what follows it, until the page's entry has been read; a core's queue of loads is full before that. Asked for one
 // right after the other, pages are looked up side by side. One by one, those of W in pages of 4 KiB took a tenth of the
-// time of the loop of gemm_nt with 16 tokens (benchmarks/LOG.md, "Pages translated together").
+// time of the loop of gemm_nt with 16 tokens (benchmarks/LOG.md, "Pages translated together"). Not where the CPU goes on
+// meanwhile ("Pages one by one").
 #pragma once
 
 #include <algorithm>
 #include <cstdint>
 
+#include "amx_sft_moe/arch/of_this_cpu.hpp"
 #include "amx_sft_moe/arch/row_bytes.hpp"
 
 AMX_SFT_MOE_NAMESPACE_BEGIN
@@ -41,8 +43,10 @@ class PagesAhead {
     index_t row = 0, count = 0;
   };
 
-  // For rows that are asked for in order, at most `step` of them from one before() to the next.
-  PagesAhead(const RowBytes& bytes, index_t step) : bytes_(bytes), step_(step) {
+  // For rows that are asked for in order, at most `step` of them from one before() to the next. None of them is due where they
+  // are not translated together.
+  PagesAhead(const RowBytes& bytes, index_t step, bool together = translates_together())
+      : bytes_(together ? bytes : RowBytes{}), step_(step) {
     const index_t row = bytes.adjacent() ? bytes.stride : round_up(bytes.row_bytes, kPageBytes);
     together_ = std::max(kPagesTogether * kPageBytes / std::max<index_t>(row, 1), step);
   }

@@ -169,12 +169,12 @@ struct Blocking {
   static constexpr index_t nn_tokens(index_t tokens) {
     return std::min(tokens, even_tokens(tokens, MakesRowsAhead<Kernel> ? kStripTokens : kTokensPerTask));
   }
-  // Whether rows over the routes, `bytes` in all, which tasks of tiles write a line here and a line there, pass the caches:
-  // when a line's turn comes memory would be asked for it, only for it to be overwritten. Where caches hold them until they
-  // are read that takes longer (benchmarks/LOG.md, "Lines past the caches").
+  // Whether rows over the routes, `bytes` in all, pass the caches where gemm_nt leaves blocks of tokens, a line here and a line
+  // there: when a line's turn comes memory would be asked for it, only for it to be overwritten. Where caches hold them until
+  // they are read that takes longer (benchmarks/LOG.md, "Lines past the caches").
   template <class Kernel>
   bool past_caches(index_t bytes, int threads) const {
-    return AddsToC<Kernel> && bytes > kPastCaches * 2 * panel_bytes * threads;
+    return (AddsToC<Kernel> || LanesOfTokens<Kernel>) && bytes > kPastCaches * 2 * panel_bytes * threads;
   }
   // `tokens` in parts of about `fit`, half as many again rather than one part more: each part has all weights streamed and
   // packed for it. Parts are whole panels, so that of many the last may have few.
