@@ -174,7 +174,8 @@ struct Blocking {
   // they are read that takes longer (benchmarks/LOG.md, "Lines past the caches").
   template <class Kernel>
   bool past_caches(index_t bytes, int threads) const {
-    return (AddsToC<Kernel> || LanesOfTokens<Kernel>) && bytes > kPastCaches * 2 * panel_bytes * threads;
+    constexpr bool leaves_blocks = AddsToC<Kernel> || LanesOfTokens<Kernel>;
+    return leaves_blocks && bytes > kPastCaches * 2 * panel_bytes * threads;
   }
   // `tokens` in parts of about `fit`, half as many again rather than one part more: each part has all weights streamed and
   // packed for it. Parts are whole panels, so that of many the last may have few.
