@@ -17,13 +17,6 @@
 AMX_SFT_MOE_NAMESPACE_BEGIN
 namespace arch {
 
-// What may lie behind a row's end, and behind all memory that there is: a number until it is asked for.
-inline const char* bytes_behind(const void* from, index_t bytes) {
-  // NOLINTNEXTLINE(performance-no-int-to-ptr): nothing is read through it
-  return reinterpret_cast<const char*>(reinterpret_cast<std::uintptr_t>(from) +
-                                       static_cast<std::uintptr_t>(bytes));
-}
-
 // Asks for rows [lead, rows) of a source, row after row. Gathered rows are not asked for.
 template <class S>
 LeadingPrefetch rows_in_order(const RowSource<S>& source, index_t rows, index_t cols, index_t lead) {

@@ -9,6 +9,13 @@
 AMX_SFT_MOE_NAMESPACE_BEGIN
 namespace arch {
 
+// What may lie behind a row's end, and behind all memory that there is: a number until it is asked for.
+inline const char* bytes_behind(const void* from, index_t bytes) {
+  // NOLINTNEXTLINE(performance-no-int-to-ptr): nothing is read through it
+  return reinterpret_cast<const char*>(reinterpret_cast<std::uintptr_t>(from) +
+                                       static_cast<std::uintptr_t>(bytes));
+}
+
 // Memory that strips to come are made from: of the next `rows` rows of row_bytes, `stride` bytes apart, and as much of what
 // comes after it, which may be larger or smaller. Hardware prefetchers do not see it coming: its rows lie on different
 // pages. Addresses are numbers: of what lies at `later` rows may be asked for that are not there.

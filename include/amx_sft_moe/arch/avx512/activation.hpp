@@ -1,7 +1,10 @@
 // Activations with AVX512: the formulas of arch/portable/activation.hpp on 16 lanes.
 #pragma once
 
+#include <type_traits>
+
 #include "amx_sft_moe/arch/avx512/vector.hpp"
+#include "amx_sft_moe/arch/paced_prefetch.hpp"
 #include "amx_sft_moe/core/activation.hpp"
 
 AMX_SFT_MOE_NAMESPACE_BEGIN
@@ -134,11 +137,13 @@ AMX_SFT_MOE_INLINE AMX_SFT_MOE_TARGET_AVX512 GluGradient16 glu_gradient16(const 
 }  // namespace avx512
 
 struct Avx512Activation {
+  // Rows of bf16 are what a forward saved, and come from memory; those of floats it has just made.
   template <class Act, class In, class Out>
   AMX_SFT_MOE_TARGET_AVX512 static void forward(const Act& act, const In* gate, const In* up, index_t n,
                                                 Out* h) {
     for (index_t i = 0; i < n; i += 16) {
       const __mmask16 lanes = avx512::mask16(n - i);
+      if constexpr (std::is_same_v<In, bf16>) ask_for(gate, up, i);
       const __m512 g = avx512::load16(gate + i, lanes);
       avx512::store16(h + i, lanes, avx512::glu16(act, g, avx512::load16(up + i, lanes)));
     }
@@ -151,6 +156,8 @@ struct Avx512Activation {
     __m512 dot = _mm512_setzero_ps();
     for (index_t i = 0; i < n; i += 16) {
       const __mmask16 lanes = avx512::mask16(n - i);
+      ask_for(gate, up, i);
+      ask_for(grad_h, i);
       const __m512 g = avx512::load16(gate + i, lanes);
       const auto d = avx512::glu_gradient16(act, g, avx512::load16(up + i, lanes));
       const __m512 grad = avx512::load16(grad_h + i, lanes);
@@ -160,6 +167,23 @@ struct Avx512Activation {
       avx512::store16(grad_up + i, lanes, _mm512_mul_ps(weighted, d.dh_dup));
     }
     return _mm512_reduce_add_ps(dot);
+  }
+
+ private:
+  // Elements ahead. Lines of as many streams as are read here come no faster than they are used, by hardware alone
+  // (benchmarks/LOG.md, "What activations wait for").
+  static constexpr index_t kAhead = 512;
+
+  // A row's line is asked for where it begins, 16 elements at a time.
+  template <class T>
+  AMX_SFT_MOE_INLINE static void ask_for(const T* row, index_t i) {
+    constexpr index_t kSize = sizeof(T);
+    if (i * kSize % kLineBytes == 0) __builtin_prefetch(bytes_behind(row, (i + kAhead) * kSize), 0, 3);
+  }
+  template <class T>
+  AMX_SFT_MOE_INLINE static void ask_for(const T* gate, const T* up, index_t i) {
+    ask_for(gate, i);
+    ask_for(up, i);
   }
 };
 
