@@ -108,13 +108,28 @@ TEST(Blocking, RowsOfWeightsInStreams) {
   EXPECT_EQ(rows(1, 400), 96) << "many threads";
 }
 
-// Tokens that share a task of gemm_nt; where 64 of them have no room in half of L2, K is cut instead.
+// Steps along K that tokens meet together in gemm_nt, in streams: all, or whole pages whose x has room.
+TEST(Blocking, PartsOfK) {
+  const auto depth = [](index_t k, index_t tokens) { return arch::streamed_depth(k, tokens, sizeof(bf16)); };
+  EXPECT_EQ(depth(2048, 384), 2048) << "a page is never cut";
+  EXPECT_EQ(depth(4096, 136), 4096);
+  EXPECT_EQ(depth(4096, 137), 2048);
+  EXPECT_EQ(depth(14336, 64), 8192);
+  EXPECT_EQ(depth(14336, 128), 4096);
+  EXPECT_EQ(depth(14336, 384), 2048) << "at least a page";
+  EXPECT_EQ(depth(7168, 155), 7168) << "no whole pages: cut for twice as many tokens";
+  EXPECT_EQ(depth(7168, 156), 2048);
+  EXPECT_EQ(depth(0, 100), 0);
+}
+
+// Tokens that share a task of gemm_nt: as many as x has room for; where K is cut, all.
 TEST(Blocking, TokensOfLongRows) {
   const auto tokens = [](index_t k, index_t all) { return kBlocking.tokens_for<Kernel>(k, all); };
   EXPECT_EQ(tokens(2048, 1024), 352);
   EXPECT_EQ(tokens(7168, 128), 64);
-  EXPECT_EQ(tokens(arch::kLongK, 128), 64);
-  EXPECT_EQ(tokens(arch::kLongK + 1, 128), 128);
+  EXPECT_EQ(tokens(7168, 192), 192);
+  EXPECT_EQ(tokens(8192, 64), 64) << "whole";
+  EXPECT_EQ(tokens(8192, 128), 128);
   EXPECT_EQ(tokens(14336, 300), 320) << "all of them, whole panels";
   EXPECT_EQ(tokens(14336, 1024), 352) << "as of short rows";
 }
@@ -125,7 +140,7 @@ TEST(Blocking, WhatPassesTheCaches) {
   EXPECT_TRUE(kBlocking.past_caches<Kernel>(most + 1, 2));
   EXPECT_FALSE(kBlocking.past_caches<Kernel>(most + 1, 3));
   EXPECT_TRUE(kBlocking.past_caches<kernels::Avx512Bf16>(most + 1, 2)) << "tokens along the lanes";
-  EXPECT_FALSE(kBlocking.past_caches<kernels::Avx512>(8 * most, 2)) << "strips write long pieces of rows";
+  EXPECT_FALSE(kBlocking.past_caches<kernels::Avx512<bf16>>(8 * most, 2)) << "strips write long pieces of rows";
 }
 
 // By all the expert's tokens.

@@ -99,7 +99,7 @@ class LongK : public testing::Test {
 };
 
 TEST_F(LongK, EachOutputIsExact) {
-  for (const index_t tokens : {1, 70, 150}) {  // one part, two, three
+  for (const index_t tokens : {1, 70, 135, 150}) {  // in streams, in blocks, in three and in five parts of K
     const std::vector<float> y = gate_up(0, tokens);
     for (index_t o = 0; o < 2; ++o) {
       for (index_t t = 0; t < tokens; ++t) {
@@ -113,11 +113,11 @@ TEST_F(LongK, EachOutputIsExact) {
   }
 }
 
-// Two parts of K and the whole of it.
+// Parts of K and the whole of it.
 TEST_F(LongK, PartsHaveTheBitsOfTheWhole) {
-  constexpr index_t kTokens = 80, kFew = 16;
-  static_assert(kIn * kFew * index_t{sizeof(bf16)} <= arch::kStreamedBytes);
-  static_assert(kIn * kTokens * index_t{sizeof(bf16)} > arch::kStreamedBytes);
+  constexpr index_t kTokens = 135, kFew = 16;
+  static_assert(arch::streamed_depth(kIn, kFew, sizeof(bf16)) == kIn);
+  static_assert(arch::streamed_depth(kIn, kTokens, sizeof(bf16)) == 4096);
   const std::vector<float> all = gate_up(0, kTokens, 1000.0F / 3);
   const std::vector<float> some = gate_up(64, kFew, 1000.0F / 3);
   for (index_t o = 0; o < 2; ++o) {
@@ -131,7 +131,7 @@ TEST_F(LongK, PartsHaveTheBitsOfTheWhole) {
 TEST_F(LongK, StepsAreRight) {
   using sft_test::Case;
   for (const Case& c :
-       {Case{"gate_up", 70, 1, 1, 8231, 35, {4, 4, 4}}, Case{"down", 70, 1, 1, 35, 8231, {4, 4, 4}}}) {
+       {Case{"gate_up", 140, 1, 1, 8231, 35, {4, 4, 4}}, Case{"down", 140, 1, 1, 35, 8231, {4, 4, 4}}}) {
     SCOPED_TRACE(c.name);
     const sft_test::Problem problem =
         sft_test::random_problem(c, sft_test::kPlain, sft_test::kWeightDType<Kernel>);

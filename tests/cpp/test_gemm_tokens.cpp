@@ -8,6 +8,7 @@
 #include <cstring>
 #include <numeric>
 #include <type_traits>
+#include <utility>
 #include <vector>
 
 #include "amx_sft_moe/amx_sft_moe.hpp"
@@ -338,28 +339,31 @@ TEST_F(InStreams, WithoutTermsResultsAreZero) {
   EXPECT_EQ(std::vector<float>(y.size(), 0.0F), y);
 }
 
+// Of one block of tokens side by side; of more one after the other.
 TEST_F(InStreams, OfTwoOutputsEachIsExact) {
-  constexpr index_t kIn = 70, kTokens = 19, kOuts = 83;
-  AlignedBuffer<bf16> packed;
-  const gemm::Panels<const bf16> x = operand(packed, kIn, 0, kTokens, gemm::TokenForm::kPanels);
-  const MatrixView<const bf16> gate{weights_.data(), kOuts, kIn, kMostIn};
-  const MatrixView<const bf16> up{weights_.data() + kOuts * kMostIn, kOuts, kIn, kMostIn};
-  const std::array<gemm::Term<bf16>, 2> terms{{{gate, kIn, x}, {up, kIn, x}}};
-  const std::array<std::span<const gemm::Term<bf16>>, 2> outputs{{{&terms[0], 1}, {&terms[1], 1}}};
-  std::vector<float> y(static_cast<std::size_t>(2 * kTokens * kOuts), std::nanf(""));
-  gemm::ThreadContext<kernels::AmxBf16> thread(scratch_);
-  gemm::gemm_nt(thread, kOuts, kTokens, gemm::TokenForm::kPanels, outputs,
-                [&](const std::array<gemm::TokenBlock, 2>& blocks) {
-                  for (std::size_t o = 0; o < 2; ++o) {
-                    float* to = y.data() + static_cast<index_t>(o) * kTokens * kOuts + blocks[o].out;
-                    gemm::store_tokens<kernels::AmxBf16>(blocks[o], to + blocks[o].token * kOuts, kOuts, 1.0F,
-                                                         nullptr);
-                  }
-                });
-  for (index_t o = 0; o < 2 * kOuts; ++o) {
-    for (index_t t = 0; t < kTokens; ++t) {
-      const index_t at = o / kOuts * kTokens * kOuts + t * kOuts + o % kOuts;
-      ASSERT_EQ(reference(kIn, t, o), y[static_cast<std::size_t>(at)]) << "token " << t << ", output " << o;
+  constexpr index_t kOuts = 83;
+  for (const auto& [in, tokens] : {std::pair<index_t, index_t>{70, 19}, {kLongIn, 100}}) {
+    AlignedBuffer<bf16> packed;
+    const gemm::Panels<const bf16> x = operand(packed, in, 0, tokens, gemm::TokenForm::kPanels);
+    const MatrixView<const bf16> gate{weights_.data(), kOuts, in, kMostIn};
+    const MatrixView<const bf16> up{weights_.data() + kOuts * kMostIn, kOuts, in, kMostIn};
+    const std::array<gemm::Term<bf16>, 2> terms{{{gate, in, x}, {up, in, x}}};
+    const std::array<std::span<const gemm::Term<bf16>>, 2> outputs{{{&terms[0], 1}, {&terms[1], 1}}};
+    std::vector<float> y(static_cast<std::size_t>(2 * tokens * kOuts), std::nanf(""));
+    gemm::ThreadContext<kernels::AmxBf16> thread(scratch_);
+    gemm::gemm_nt(thread, kOuts, tokens, gemm::TokenForm::kPanels, outputs,
+                  [&, &tokens = tokens](const std::array<gemm::TokenBlock, 2>& blocks) {
+                    for (std::size_t o = 0; o < 2; ++o) {
+                      float* to = y.data() + static_cast<index_t>(o) * tokens * kOuts + blocks[o].out;
+                      gemm::store_tokens<kernels::AmxBf16>(blocks[o], to + blocks[o].token * kOuts, kOuts, 1.0F,
+                                                           nullptr);
+                    }
+                  });
+    for (index_t o = 0; o < 2 * kOuts; ++o) {
+      for (index_t t = 0; t < tokens; ++t) {
+        const index_t at = o / kOuts * tokens * kOuts + t * kOuts + o % kOuts;
+        ASSERT_EQ(reference(in, t, o), y[static_cast<std::size_t>(at)]) << "token " << t << ", output " << o;
+      }
     }
   }
 }

@@ -136,9 +136,16 @@ constexpr index_t rows_of_stream(index_t n, index_t streams = kStreams) {
 }
 // Of x, up to which that is so in gemm_nt: half of the 2 MiB of L2 that every CPU with AMX has, and LoRA's u beside it.
 inline constexpr index_t kStreamedBytes = index_t{1088} << 10;
-// K beyond which x of 64 tokens is more than half of that L2. Fewer tokens would have weights pass too often, so K is cut
-// there, in parts whose x has room (benchmarks/LOG.md, "K in parts for long rows").
-inline constexpr index_t kLongK = 8192;
+// Steps along K of a page of 4 KiB. Where x of so many tokens has no room, K is cut there, in parts of whole pages whose x has
+// (benchmarks/LOG.md, "K in parts of whole pages"): behind a part that ends within a page hardware reads on, for nothing. Rows
+// that are no whole pages themselves, which have one in the middle of each other part, are cut where x is half as much again.
+inline constexpr index_t kPageSteps = 2048;
+constexpr index_t streamed_depth(index_t k, index_t tokens, index_t element_bytes) {
+  const index_t whole = k % kPageSteps == 0 ? kStreamedBytes : 2 * kStreamedBytes;
+  if (k <= kPageSteps || k * tokens * element_bytes <= whole) return k;
+  const index_t pages = kStreamedBytes / (tokens * element_bytes) / kPageSteps;
+  return (pages > 1 ? pages : 1) * kPageSteps;
+}
 // Elements of a row from which, where tokens take more than one block of tiles, memory is asked for the next tile of rows
 // while one is multiplied: a page of 4 KiB (benchmarks/LOG.md, "Next rows asked for").
 inline constexpr index_t kLongRow = 2048;

@@ -159,7 +159,11 @@ struct Blocking {
   template <class Kernel>
   index_t tokens_for(index_t k, index_t tokens) const {
     index_t fit = MultipliesStrips<Kernel> ? kStripTokens : index_t{0};
-    if constexpr (FewRowsInPlace<Kernel>) fit = k > arch::kLongK ? kTokensPerTask : fit;  // K is cut instead
+    if constexpr (FewRowsInPlace<Kernel>) {
+      constexpr index_t kElement = sizeof(typename Kernel::Compute);
+      const index_t whole = even_tokens(tokens, kTokensPerTask);
+      if (arch::streamed_depth(k, whole, kElement) < k) fit = kTokensPerTask;  // K is cut instead
+    }
     return even_tokens(tokens, std::clamp(resident_cols<Kernel>(k), fit, kTokensPerTask));
   }
   // Tokens of each task of gemm_nn where an expert has `tokens`. Where strips are made ahead they are fewer:

@@ -86,13 +86,14 @@ class StreamedRows {
   StreamTile next_{};  // of no rows: there is none
 };
 
-// Whether tiles of rows meet tokens in streams: where x of all terms stays in L2 meanwhile, or that of parts of a long K.
+// Whether tiles of rows meet tokens in streams: where x of all terms stays in L2 meanwhile, or that of parts of K.
 template <class Kernel>
 bool in_streams(index_t tokens, std::span<const Term<typename Kernel::Compute>> terms) {
+  constexpr index_t kElement = sizeof(typename Kernel::Compute);
   index_t k = 0;
   for (const auto& term : terms) k += term.k;
-  return terms[0].k > arch::kLongK ||
-         k * tokens * index_t{sizeof(typename Kernel::Compute)} <= arch::kStreamedBytes;
+  return k * tokens * kElement <= arch::kStreamedBytes ||
+         arch::streamed_depth(terms[0].k, tokens, kElement) < terms[0].k;
 }
 
 // f(terms, whether they are the first) for parts of K, one or more, whose x of so many tokens stays in L2. Each output's first
@@ -103,8 +104,7 @@ void for_each_part_of_k(index_t tokens,
                         F&& f) {
   using E = typename Kernel::Compute;
   const index_t k = outputs[0][0].k;
-  const index_t parts = k > arch::kLongK ? ceil_div(k * tokens * index_t{sizeof(E)}, arch::kStreamedBytes) : 1;
-  const index_t depth = padded_k<Kernel>(ceil_div(k, parts));
+  const index_t depth = arch::streamed_depth(k, tokens, sizeof(E));
   index_t first = 0;
   do {  // once if K is 0: a sum of nothing is zero
     std::array<std::array<Term<E>, kMaxTerms>, Outputs> terms;
@@ -122,7 +122,9 @@ void for_each_part_of_k(index_t tokens,
   } while (first < k);
 }
 
-// C^T of gemm_nt, tokens in panels, with output o's row i at row_of(o, i); added to what is there unless it is fresh.
+// C^T of gemm_nt, tokens in panels, with output o's row i at row_of(o, i); added to what is there unless it is fresh. Tokens of
+// more than one block of tiles meet one weight after the other: beside the lines that are asked for then, as many streams again
+// are slower (benchmarks/LOG.md, "K in parts of whole pages").
 template <class Kernel, std::size_t Outputs, class RowOf>
 void multiply_streams(ThreadContext<Kernel>& thread, index_t out, index_t tokens,
                       const std::array<std::span<const Term<typename Kernel::Compute>>, Outputs>& outputs,
@@ -131,16 +133,20 @@ void multiply_streams(ThreadContext<Kernel>& thread, index_t out, index_t tokens
   StreamedRows<Kernel, Outputs> rows(thread.scratch, out, outputs);
   const index_t wide = Micro::even_cols(tokens), parts = ceil_div(tokens, wide);
   const bool ahead = parts > 1 && rows.are_long();
-  for_each_stream_tile(out, [&](const StreamTile& tile) {
-    rows.begin(tile);
-    for (index_t col = 0, part = 0; col < tokens; col += wide, ++part) {
-      for (std::size_t o = 0; o < Outputs; ++o) {
-        if (ahead) rows.ask_for(o, part * arch::kStreams / parts, (part + 1) * arch::kStreams / parts);
-        rows.multiply(thread.session, o, tile.rows, std::min(wide, tokens - col),
-                      {row_of(o, tile.row) + col, stride * tile.apart, fresh});
+  const auto multiply = [&](std::size_t first, std::size_t last) {
+    for_each_stream_tile(out, [&](const StreamTile& tile) {
+      rows.begin(tile);
+      for (index_t col = 0, part = 0; col < tokens; col += wide, ++part) {
+        for (std::size_t o = first; o < last; ++o) {
+          if (ahead) rows.ask_for(o, part * arch::kStreams / parts, (part + 1) * arch::kStreams / parts);
+          rows.multiply(thread.session, o, tile.rows, std::min(wide, tokens - col),
+                        {row_of(o, tile.row) + col, stride * tile.apart, fresh});
+        }
       }
-    }
-  });
+    });
+  };
+  if (!ahead) return multiply(0, Outputs);
+  for (std::size_t o = 0; o < Outputs; ++o) multiply(o, o + 1);
 }
 
 // gemm_nt of few tokens in panels, or of a long K: C^T, as a whole.
