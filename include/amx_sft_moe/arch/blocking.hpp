@@ -136,10 +136,11 @@ constexpr index_t rows_of_stream(index_t n, index_t streams = kStreams) {
 }
 // Of x, up to which that is so in gemm_nt: half of the 2 MiB of L2 that every CPU with AMX has, and LoRA's u beside it.
 inline constexpr index_t kStreamedBytes = index_t{1088} << 10;
-// Steps along K of a page of 4 KiB. Where x of so many tokens has no room, K is cut there, in parts of whole pages whose x has
-// (benchmarks/LOG.md, "K in parts of whole pages"): behind a part that ends within a page hardware reads on, for nothing. Rows
-// that are no whole pages themselves, which have one in the middle of each other part, are cut where x is half as much again.
+// Elements of bf16 in a page of 4 KiB: steps along K. Where x of all K has no room, K is cut in parts of whole pages, as many as
+// have: behind a part that ends within a page hardware reads on, for nothing. Rows that are no whole pages, whose parts cannot
+// all begin with one, are cut only where x takes twice the room (benchmarks/LOG.md, "K in parts of whole pages").
 inline constexpr index_t kPageSteps = 2048;
+// Steps of a part of k; k where it is not cut.
 constexpr index_t streamed_depth(index_t k, index_t tokens, index_t element_bytes) {
   const index_t whole = k % kPageSteps == 0 ? kStreamedBytes : 2 * kStreamedBytes;
   if (k <= kPageSteps || k * tokens * element_bytes <= whole) return k;
@@ -147,8 +148,8 @@ constexpr index_t streamed_depth(index_t k, index_t tokens, index_t element_byte
   return (pages > 1 ? pages : 1) * kPageSteps;
 }
 // Elements of a row from which, where tokens take more than one block of tiles, memory is asked for the next tile of rows
-// while one is multiplied: a page of 4 KiB (benchmarks/LOG.md, "Next rows asked for").
-inline constexpr index_t kLongRow = 2048;
+// while one is multiplied: a page (benchmarks/LOG.md, "Next rows asked for").
+inline constexpr index_t kLongRow = kPageSteps;
 // What of C is finished together then, in L1: columns of gemm_nn, whose up to 32 rows are 32 KiB; rows of C^T of gemm_nt, whole
 // lines of what they are stored to.
 inline constexpr index_t kFinishedCols = 256;

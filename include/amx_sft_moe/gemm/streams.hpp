@@ -149,7 +149,7 @@ void multiply_streams(ThreadContext<Kernel>& thread, index_t out, index_t tokens
   for (std::size_t o = 0; o < Outputs; ++o) multiply(o, o + 1);
 }
 
-// gemm_nt of few tokens in panels, or of a long K: C^T, as a whole.
+// gemm_nt of few tokens in panels, or of K in parts: C^T, as a whole.
 template <class Kernel, std::size_t Outputs, class Epilogue>
 void product_of_streams(ThreadContext<Kernel>& thread, index_t out, index_t tokens,
                         const std::array<std::span<const Term<typename Kernel::Compute>>, Outputs>& outputs,
