@@ -110,7 +110,7 @@ TEST(Blocking, RowsOfWeightsInStreams) {
 
 // Steps along K that tokens meet together in gemm_nt, in streams: all, or whole pages whose x has room.
 TEST(Blocking, PartsOfK) {
-  const auto depth = [](index_t k, index_t tokens) { return arch::streamed_depth(k, tokens, sizeof(bf16)); };
+  const auto depth = [](index_t k, index_t tokens) { return arch::streamed_depth<bf16>(k, tokens); };
   EXPECT_EQ(depth(2048, 384), 2048) << "a page is never cut";
   EXPECT_EQ(depth(4096, 136), 4096);
   EXPECT_EQ(depth(4096, 137), 2048);
@@ -132,6 +132,20 @@ TEST(Blocking, TokensOfLongRows) {
   EXPECT_EQ(tokens(8192, 128), 128);
   EXPECT_EQ(tokens(14336, 300), 320) << "all of them, whole panels";
   EXPECT_EQ(tokens(14336, 1024), 352) << "as of short rows";
+}
+
+// More tokens together than x has room for only where each task's K is cut, the last one's too.
+TEST(Blocking, WhatIsNotSplitByTokensIsCut) {
+  for (const index_t k : {2880, 3584, 4096, 5120, 7168, 8192, 14336}) {
+    const index_t room = std::max<index_t>(kBlocking.panel_bytes / (2 * k), 32);
+    for (index_t all = 1; all <= 1500; ++all) {
+      const index_t each = kBlocking.tokens_for<Kernel>(k, all);
+      if (2 * each <= 3 * round_up(room, 32)) continue;  // half as many again rather than one part more
+      for (index_t rest = all; rest > 0; rest -= each) {
+        ASSERT_LT(arch::streamed_depth<bf16>(k, std::min(each, rest)), k) << all << " tokens, K " << k;
+      }
+    }
+  }
 }
 
 TEST(Blocking, WhatPassesTheCaches) {

@@ -116,8 +116,8 @@ TEST_F(LongK, EachOutputIsExact) {
 // Parts of K and the whole of it.
 TEST_F(LongK, PartsHaveTheBitsOfTheWhole) {
   constexpr index_t kTokens = 135, kFew = 16;
-  static_assert(arch::streamed_depth(kIn, kFew, sizeof(bf16)) == kIn);
-  static_assert(arch::streamed_depth(kIn, kTokens, sizeof(bf16)) == 4096);
+  static_assert(arch::streamed_depth<bf16>(kIn, kFew) == kIn);
+  static_assert(arch::streamed_depth<bf16>(kIn, kTokens) == 4096);
   const std::vector<float> all = gate_up(0, kTokens, 1000.0F / 3);
   const std::vector<float> some = gate_up(64, kFew, 1000.0F / 3);
   for (index_t o = 0; o < 2; ++o) {
@@ -131,7 +131,8 @@ TEST_F(LongK, PartsHaveTheBitsOfTheWhole) {
 TEST_F(LongK, StepsAreRight) {
   using sft_test::Case;
   for (const Case& c :
-       {Case{"gate_up", 140, 1, 1, 8231, 35, {4, 4, 4}}, Case{"down", 140, 1, 1, 35, 8231, {4, 4, 4}}}) {
+       {Case{"gate_up", 140, 1, 1, 8231, 35, {4, 4, 4}}, Case{"down", 140, 1, 1, 35, 8231, {4, 4, 4}},
+        Case{"whole_pages", 450, 1, 1, 4096, 35, {4, 4, 4}}}) {
     SCOPED_TRACE(c.name);
     const sft_test::Problem problem =
         sft_test::random_problem(c, sft_test::kPlain, sft_test::kWeightDType<Kernel>);

@@ -136,15 +136,18 @@ constexpr index_t rows_of_stream(index_t n, index_t streams = kStreams) {
 }
 // Of x, up to which that is so in gemm_nt: half of the 2 MiB of L2 that every CPU with AMX has, and LoRA's u beside it.
 inline constexpr index_t kStreamedBytes = index_t{1088} << 10;
-// Elements of bf16 in a page of 4 KiB: steps along K. Where x of all K has no room, K is cut in parts of whole pages, as many as
-// have: behind a part that ends within a page hardware reads on, for nothing. Rows that are no whole pages, whose parts cannot
-// all begin with one, are cut only where x takes twice the room (benchmarks/LOG.md, "K in parts of whole pages").
-inline constexpr index_t kPageSteps = 2048;
-// Steps of a part of k; k where it is not cut.
-constexpr index_t streamed_depth(index_t k, index_t tokens, index_t element_bytes) {
-  const index_t whole = k % kPageSteps == 0 ? kStreamedBytes : 2 * kStreamedBytes;
-  if (k <= kPageSteps || k * tokens * element_bytes <= whole) return k;
-  const index_t pages = kStreamedBytes / (tokens * element_bytes) / kPageSteps;
+// Steps of a part of K in gemm_nt, K where it is not cut. Where x of all K has no room it is, in parts of whole pages, as many as
+// have room, or one: behind a part that ends within a page hardware reads on, for nothing. Rows that are no whole pages, whose
+// parts cannot all begin with one, are cut only where x takes kRoomsUncut times the room (benchmarks/LOG.md, "K in parts of
+// whole pages").
+inline constexpr index_t kPageSteps = 2048;  // elements of bf16
+inline constexpr index_t kRoomsUncut = 2;
+template <class E>
+constexpr index_t streamed_depth(index_t k, index_t tokens) {
+  constexpr index_t kElement = sizeof(E);
+  const index_t rooms = k % kPageSteps == 0 ? 1 : kRoomsUncut;
+  if (k <= kPageSteps || k * tokens * kElement <= rooms * kStreamedBytes) return k;
+  const index_t pages = kStreamedBytes / (tokens * kElement) / kPageSteps;
   return (pages > 1 ? pages : 1) * kPageSteps;
 }
 // Elements of a row from which, where tokens take more than one block of tiles, memory is asked for the next tile of rows

@@ -159,11 +159,7 @@ struct Blocking {
   template <class Kernel>
   index_t tokens_for(index_t k, index_t tokens) const {
     index_t fit = MultipliesStrips<Kernel> ? kStripTokens : index_t{0};
-    if constexpr (FewRowsInPlace<Kernel>) {
-      constexpr index_t kElement = sizeof(typename Kernel::Compute);
-      const index_t whole = even_tokens(tokens, kTokensPerTask);
-      if (arch::streamed_depth(k, whole, kElement) < k) fit = kTokensPerTask;  // K is cut instead
-    }
+    if constexpr (FewRowsInPlace<Kernel>) fit = cuts_k<Kernel>(k, tokens) ? kTokensPerTask : fit;
     return even_tokens(tokens, std::clamp(resident_cols<Kernel>(k), fit, kTokensPerTask));
   }
   // Tokens of each task of gemm_nn where an expert has `tokens`. Where strips are made ahead they are fewer:
@@ -175,11 +171,11 @@ struct Blocking {
   }
   // Whether rows over the routes, `bytes` in all, pass the caches where gemm_nt leaves blocks of tokens, a line here and a line
   // there: when a line's turn comes memory would be asked for it, only for it to be overwritten. Where caches hold them until
-  // they are read that takes longer (benchmarks/LOG.md, "Lines past the caches").
+  // they are read that takes longer (benchmarks/LOG.md, "Lines past the caches"). For data gradients' rows the same.
   template <class Kernel>
   bool past_caches(index_t bytes, int threads) const {
-    constexpr bool leaves_blocks = AddsToC<Kernel> || LanesOfTokens<Kernel>;
-    return leaves_blocks && bytes > kPastCaches * 2 * panel_bytes * threads;
+    constexpr bool kLeavesBlocks = AddsToC<Kernel> || LanesOfTokens<Kernel>;
+    return kLeavesBlocks && bytes > kPastCaches * 2 * panel_bytes * threads;
   }
   // `tokens` in parts of about `fit`, half as many again rather than one part more: each part has all weights streamed and
   // packed for it. Parts are whole panels, so that of many the last may have few.
@@ -198,6 +194,14 @@ struct Blocking {
     }
     if constexpr (SumsInPlace<Kernel>) return Micro::in_place(k, rows);
     return false;
+  }
+
+  // Whether K of tasks of up to kTokensPerTask tokens is cut, also of the last task, which may have fewer.
+  template <class Kernel>
+  static constexpr bool cuts_k(index_t k, index_t tokens) {
+    const index_t each = std::max(even_tokens(tokens, kTokensPerTask), kMinCols);
+    const index_t last = tokens - (ceil_div(tokens, each) - 1) * each;
+    return arch::streamed_depth<typename Kernel::Compute>(k, last) < k;
   }
 
   template <class Kernel>

@@ -6,8 +6,8 @@
 //
 // Sums of products (LoRA beside base, gate beside up) are several terms of one call and round once.
 //
-// Kernels of tiles (AMX, oneDNN) go through gemm/blocks.hpp, and so does gemm_nt with tokens along the lanes; AMX with few
-// tokens, which wait for the weights, through gemm/streams.hpp; kernels of strips through gemm/strips.hpp, but for gemm_tn of
+// Kernels of tiles (AMX, oneDNN) go through gemm/blocks.hpp, and so does gemm_nt with tokens along the lanes; AMX with
+// tokens whose x stays in L2 through gemm/streams.hpp; kernels of strips through gemm/strips.hpp, but for gemm_tn of
 // few tokens; base weights' gradients have a way of their own there (gemm/finished_strips.hpp).
 #pragma once
 
@@ -64,7 +64,7 @@ void product_with_panels(ThreadContext<Kernel>& thread, index_t out, index_t tok
                          Epilogue&& epilogue) {
   using Micro = typename TokenMicrokernel<Kernel>::Type;
   if constexpr (FewRowsInPlace<Kernel>) {
-    if (in_streams<Kernel>(tokens, outputs[0]))
+    if (in_streams<typename Kernel::Compute>(outputs[0][0].k, tokens))
       return product_of_streams(thread, out, tokens, outputs, epilogue);
   }
   std::array<TokenBlock, Outputs> results;

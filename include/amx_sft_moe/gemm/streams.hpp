@@ -1,8 +1,8 @@
-// What kernels of tiles do with few tokens, which wait for the weights: 16 rows of a weight that meet tokens together are as
-// far apart as they can be, and the next 16 are the rows below them. Of n = 16 P + rest rows, P odd, these are the rows t, t + P,
-// ..., t + 15 P for t = 0 to P - 1, then the rest as they follow one another. Memory sees sixteen streams that go on from row to
-// row, which hardware follows, however short the rows are; of neighbouring rows it has to find each anew (benchmarks/LOG.md,
-// "Streams").
+// What kernels of tiles do with tokens whose x stays in L2, all of it or that of parts of K; few of them wait for the weights.
+// 16 rows of a weight that meet tokens together are as far apart as they can be, and the next 16 are the rows below them. Of
+// n = 16 P + rest rows, P odd, these are the rows t, t + P, ..., t + 15 P for t = 0 to P - 1, then the rest as they follow one
+// another. Memory sees sixteen streams that go on from row to row, which hardware follows, however short the rows are; of
+// neighbouring rows it has to find each anew (benchmarks/LOG.md, "Streams").
 //
 //   gemm_nt   the rows are outputs: tiles of C are stored as far apart, and C is finished when it is whole; the same bits
 //   gemm_nn   the rows are steps along K, of up to 32 tokens, and are multiplied as they lie (arch/amx/few_rows.hpp)
@@ -86,14 +86,10 @@ class StreamedRows {
   StreamTile next_{};  // of no rows: there is none
 };
 
-// Whether tiles of rows meet tokens in streams: where x of all terms stays in L2 meanwhile, or that of parts of K.
-template <class Kernel>
-bool in_streams(index_t tokens, std::span<const Term<typename Kernel::Compute>> terms) {
-  constexpr index_t kElement = sizeof(typename Kernel::Compute);
-  index_t k = 0;
-  for (const auto& term : terms) k += term.k;
-  return k * tokens * kElement <= arch::kStreamedBytes ||
-         arch::streamed_depth(terms[0].k, tokens, kElement) < terms[0].k;
+// Whether tiles of rows meet tokens in streams: where x of K stays in L2 meanwhile, LoRA's u beside it, or that of parts of K.
+template <class E>
+bool in_streams(index_t k, index_t tokens) {
+  return k * tokens * index_t{sizeof(E)} <= arch::kStreamedBytes || arch::streamed_depth<E>(k, tokens) < k;
 }
 
 // f(terms, whether they are the first) for parts of K, one or more, whose x of so many tokens stays in L2. Each output's first
@@ -104,7 +100,8 @@ void for_each_part_of_k(index_t tokens,
                         F&& f) {
   using E = typename Kernel::Compute;
   const index_t k = outputs[0][0].k;
-  const index_t depth = arch::streamed_depth(k, tokens, sizeof(E));
+  static_assert(arch::kPageSteps % Kernel::Microkernel::kKUnit == 0, "a part's x is whole steps of panels");
+  const index_t depth = arch::streamed_depth<E>(k, tokens);
   index_t first = 0;
   do {  // once if K is 0: a sum of nothing is zero
     std::array<std::array<Term<E>, kMaxTerms>, Outputs> terms;
@@ -123,7 +120,7 @@ void for_each_part_of_k(index_t tokens,
 }
 
 // C^T of gemm_nt, tokens in panels, with output o's row i at row_of(o, i); added to what is there unless it is fresh. Tokens of
-// more than one block of tiles meet one weight after the other: beside the lines that are asked for then, as many streams again
+// more than one block of tiles meet one weight after the other where rows are a page or more: beside the lines that are asked for then, as many streams again
 // are slower (benchmarks/LOG.md, "K in parts of whole pages").
 template <class Kernel, std::size_t Outputs, class RowOf>
 void multiply_streams(ThreadContext<Kernel>& thread, index_t out, index_t tokens,
