@@ -120,8 +120,8 @@ void for_each_part_of_k(index_t tokens,
 }
 
 // C^T of gemm_nt, tokens in panels, with output o's row i at row_of(o, i); added to what is there unless it is fresh. Tokens of
-// more than one block of tiles meet one weight after the other where rows are a page or more: beside the lines that are asked for then, as many streams again
-// are slower (benchmarks/LOG.md, "K in parts of whole pages").
+// more than one block of tiles meet one weight after the other where rows are a page or more: beside the lines that are asked
+// for then, as many streams again are slower (benchmarks/LOG.md, "K in parts of whole pages").
 template <class Kernel, std::size_t Outputs, class RowOf>
 void multiply_streams(ThreadContext<Kernel>& thread, index_t out, index_t tokens,
                       const std::array<std::span<const Term<typename Kernel::Compute>>, Outputs>& outputs,
