@@ -115,7 +115,7 @@ _LEFT_OUT = re.compile(
     # Memory asked for ahead: no result depends on it. What makes a strip ahead has other names.
     r"|[Pp]refetch|kPackRowsAhead|ahead_|ask_ahead|\.later|asked_|\b(near|far)\[|\bfar_shift =|\bkNear\w+"
     r"|kWaitingRows|index_t byte\b|\bdone_\b|\brow_ \+= stride_|\bpace_\.|kLineBytes;|kCacheLine ?="
-    r"|(ahead|rows)(\.|->)turn|ask_for_line|\bask_for\(|in_order|kFarBytes|rows_\.(any|ask|next)\(|\bany\(\)|later_ != 0"
+    r"|(ahead|rows)(\.|->)turn|\bask_for\w*\(|in_order|kFarBytes|rows_\.(any|ask|next)\(|\bany\(\)|later_ != 0"
     r"|asks_near|follows_rows|loses_requests|hides_page_walks|zen5|AskedInto|const bool (far|near) ="
     r"|kLeadProducts|rows_left|\blater = |place = \[|place\(0, k\)|segment\.a\) \+"
     r"|\.a_stride \+ step|\+\+tiles|ahead\.spread"
